@@ -408,26 +408,15 @@ def test_the_boxed_photographs(shared_data):
     assert all(isinstance(sample.read().label, int) for sample in labels.samples[:3])
 
 
-class Mapped(torch.utils.data.Dataset):
-    """A torch dataset of a path, an image of Pillow and an array, each with another kind of truth."""
-
-    def __init__(self, folder):
-        with Image.open(folder / "dog.jpg") as dog:
-            second = dog.copy()
-        mask = torch.from_numpy(painted((5, 4, 20, 12)))
-        objects = {"boxes": torch.tensor([[0, 0, 2, 3], [5, 4, 20, 12]]), "labels": torch.tensor([1, 2])}
-        self.items = [(folder / "cat.jpg", mask), (second, objects), (np.zeros((*SIZE, 3), np.uint8), 2)]
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, number):
-        return self.items[number]
-
-
-@pytest.mark.parametrize("kind", [Mapped, lambda folder: iter(Mapped(folder).items)])
+@pytest.mark.parametrize("kind", [lambda items: torch.utils.data.Subset(items, range(3)), iter])
 def test_an_iterable_gives_masks_boxes_and_classes(folder, kind):
-    dataset = open_dataset(kind(folder))
+    """A dataset of torch, or any iterable, of a path, an image of Pillow and an array, each with another truth."""
+    with Image.open(folder / "dog.jpg") as dog:
+        second = dog.copy()
+    mask = torch.from_numpy(painted((5, 4, 20, 12)))
+    objects = {"boxes": torch.tensor([[0, 0, 2, 3], [5, 4, 20, 12]]), "labels": torch.tensor([1, 2])}
+    items = [(folder / "cat.jpg", mask), (second, objects), (np.zeros((*SIZE, 3), np.uint8), 2)]
+    dataset = open_dataset(kind(items))
     assert (len(dataset), dataset.has_regions) == (3, True)
     first, second, third = (sample.read() for sample in dataset.samples)
     assert (union_of(first) == painted((5, 4, 20, 12))).all()

@@ -17,6 +17,7 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
 from tests import literal_vit
+from tests.small import Custom
 from vitflow import Explainer, load_model
 from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
@@ -163,22 +164,16 @@ def test_the_whole_image_has_the_probability_of_the_map():
     assert faithfulness_curves(squashed, [saliency])[0].deletion[0] == pytest.approx(saliency.probability, abs=1e-6)
 
 
-class Averaging(nn.Module):
-    """Averages patches, or all tokens, of a model with a class token, which declares that it reads the class token."""
+def test_without_patches_a_model_that_pools_them_gets_the_blank_image():
+    """By the readout of the image, whatever the model declares: here the class token."""
 
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.vit, self.first = literal_vit.timm_model(), first
-
-    def forward(self, x: Tensor) -> Tensor:
+    def average(self: nn.Module, x: Tensor) -> Tensor:
         return self.vit.head(self.vit.forward_features(x)[:, self.first :].mean(dim=1))
 
-
-def test_without_patches_a_model_that_pools_them_gets_the_blank_image():
-    """By the readout of the image, whatever the model declares."""
     pools = {"average", "average beside a class token", "attention pooling"}
     models = {name: literal_vit.timm_model(name) for name in literal_vit.READOUTS}
-    models |= {"own average": Averaging(1), "all tokens": Averaging(0)}
+    for first, name in ((1, "own average"), (0, "all tokens")):
+        models[name] = Custom(average, vit=literal_vit.timm_model(), first=first)
     for name, model in models.items():
         explainer = Explainer(model, data_config=DATA)
         (saliency,) = maps_of(explainer, random_grids(1)[0])
@@ -282,23 +277,14 @@ def test_removal_equals_that_of_grad_cam(remove, curve):
         assert getattr(actual, curve)[point] == pytest.approx(float(score[0]), abs=1e-6)
 
 
-class Additive(nn.Module):
-    """A model whose first logit is the weighted brightness of each patch, so that the true map is known."""
-
-    def __init__(self, weights: np.ndarray) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.from_numpy(weights).float())
-        self.num_classes = 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = nn.functional.avg_pool2d(x.mean(1, keepdim=True), SIDE)[:, 0]
-        first = (patches * self.weights).sum(dim=(1, 2))
+def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
+    def brighten(self: nn.Module, x: Tensor) -> Tensor:
+        """The weighted brightness of each patch, so that the true map is known."""
+        first = (nn.functional.avg_pool2d(x.mean(1, keepdim=True), SIDE)[:, 0] * self.weights).sum(dim=(1, 2))
         return torch.stack([first, torch.zeros_like(first)], dim=1)
 
-
-def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
     weights = np.random.default_rng(3).uniform(0.1, 1.0, (4, 4))
-    model = Additive(weights)
+    model = Custom(brighten, weights=nn.Parameter(torch.from_numpy(weights).float()), num_classes=2)
     explainer = Explainer(model, data_config=DATA)
     pixels = explainer.pixels(IMAGE)[0]
     brightness = nn.functional.avg_pool2d(pixels.mean(0)[None, None], SIDE)[0, 0].numpy()
@@ -359,17 +345,9 @@ def test_maps_of_other_grids_hide_their_cells():
     coarse, fine = random_grids(1, 2, 4)[0], random_grids(1)[0]
     maps = maps_of(explainer, coarse, fine)
     actual = faithfulness_curves(explainer, maps, replace="blank", points=5)
+    pixels, softmax = explainer.pixels(IMAGE), lambda logits: logits.softmax(-1)
     for saliency, one in zip(maps, actual, strict=True):
-        expected = literal_curves(
-            explainer.model,
-            explainer.pixels(IMAGE),
-            saliency.grid,
-            saliency.target,
-            "blank",
-            5,
-            1,
-            lambda x: x.softmax(-1),
-        )
+        expected = literal_curves(explainer.model, pixels, saliency.grid, saliency.target, "blank", 5, 1, softmax)
         np.testing.assert_allclose(one.deletion, expected["deletion"], rtol=0, atol=1e-12)
     with pytest.raises(ShapeError, match="model's 4 × 4 patches, got 2 × 4"):
         faithfulness_curves(explainer, maps)

@@ -1,6 +1,7 @@
 """The page of an evaluation in a real browser: what it shows, in light and dark, and what it is safe from."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.viewer.waiting import watched
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
@@ -46,21 +48,14 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
 @pytest.fixture
 def open_page(browser, saved):
     """Open the page; it fails the test where the page asks the network, logs an error or opens a dialog."""
-    contexts, trouble = [], []
+    with ExitStack() as windows:
 
-    def open_in(scheme: str):
-        contexts.append(browser.new_context(viewport={"width": 1100, "height": 900}, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or trouble.append(request.url))
-        page.on("console", lambda message: trouble.append(message.text))
-        page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
-        page.goto(saved[1].as_uri())
-        return page
+        def open_in(scheme: str):
+            page = windows.enter_context(watched(browser, 1100, color_scheme=scheme))
+            page.goto(saved[1].as_uri())
+            return page
 
-    yield open_in
-    for context in contexts:
-        context.close()
-    assert trouble == []
+        yield open_in
 
 
 def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import vitflow
 from tests import literal_vit
+from tests.small import Custom
 from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
@@ -112,24 +113,15 @@ def test_each_module_is_drawn_by_its_initialiser_and_the_rest_from_a_normal():
     assert np.corrcoef(new.pos_embed.detach().ravel(), model.pos_embed.detach().ravel())[0, 1] < 0.05
 
 
-class Stubborn(nn.Module):
-    """Has an initialiser that leaves out one of its parameters, and a parameter of one entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn, self.left_out = nn.Parameter(torch.randn(500)), nn.Parameter(5.0 + torch.randn(500))
-        self.single = nn.Parameter(torch.tensor(0.7))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.drawn)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def test_what_an_initialiser_leaves_is_drawn_too():
+    class Stubborn(Custom):
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.drawn)
+
     model = literal_vit.timm_model().float()
-    model.fc_norm = Stubborn()
+    drawn, left_out, single = torch.randn(500), 5.0 + torch.randn(500), torch.tensor(0.7)
+    parts = {"drawn": drawn, "left_out": left_out, "single": single}
+    model.fc_norm = Stubborn(lambda _, x: x, **{name: nn.Parameter(value) for name, value in parts.items()})
     before = model.fc_norm.left_out.clone()
     ((_, randomised),) = randomised_copies(Explainer(model, data_config=DATA), ["head"])
     new = randomised.model.requires_grad_(False).fc_norm
@@ -165,12 +157,7 @@ def test_models_of_torchvision_are_checked_too():
 
 
 def test_a_wrapped_model_keeps_its_layers_in_the_right_order():
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.vit, self.after = nn.Conv2d(3, 3, 1), literal_vit.timm_model(), nn.Linear(5, 2)
-
-    model = Wrapped()
+    model = Custom(None, before=nn.Conv2d(3, 3, 1), vit=literal_vit.timm_model(), after=nn.Linear(5, 2))
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     assert stage_names(model) == STAGES
     explainer = Explainer(model, data_config=DATA)

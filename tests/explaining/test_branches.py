@@ -1,11 +1,14 @@
 """Grad-CAM of models that compute their output in several branches: their sum, or a refusal."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 
+from tests.small import Custom
 from vitflow import Explainer, Saliency
 from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.captions import notes_of
@@ -27,25 +30,23 @@ def explained(model: nn.Module, method: str = "gradcam", size: int = 160, **opti
     return explainer.explain_batch(pixels(size=size), methods=[method], targets=2, **options)
 
 
-class Ensemble(nn.Module):
-    def __init__(self, *members: nn.Module) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(members)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return sum(weight * member(images) for weight, member in enumerate(self.members, start=1))
+def ensemble(*members: nn.Module) -> nn.Module:
+    weighted = lambda self, x: sum(weight * part(x) for weight, part in enumerate(self.members, start=1))  # noqa: E731
+    return Custom(weighted, members=nn.ModuleList(members))
 
 
-class Fused(nn.Module):
+def fused(first: nn.Module, second: nn.Module) -> nn.Module:
     """Two streams whose class tokens are classified together."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second, self.head = first, second, nn.Linear(2 * 64, 5)
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
+        return self.head(torch.cat([stream.forward_features(images)[:, 0] for stream in (first, second)], dim=1))
 
-    def forward(self, images: Tensor) -> Tensor:
-        tokens = [stream.forward_features(images)[:, 0] for stream in (self.first, self.second)]
-        return self.head(torch.cat(tokens, dim=1))
+    return Custom(compute, first=first, second=second, head=nn.Linear(2 * 64, 5))
+
+
+def with_convolutions() -> nn.Module:
+    conv = nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.ReLU(), nn.Flatten(), nn.Linear(800, 5))
+    return Custom(lambda self, images: 0.1 * self.vit(images) + self.conv(images), vit=vit(1), conv=conv)
 
 
 def cam(model: nn.Module, norm: nn.Module) -> Tensor:
@@ -68,7 +69,7 @@ def assert_equal(actual: list[Saliency], expected: Tensor) -> None:
 @pytest.mark.parametrize("layer", [-1, 3])
 def test_the_maps_of_branches_with_one_grid_are_added(kind, layer):
     members = vit(1), vit(2)
-    model = Fused(*members) if kind == "fused" else Ensemble(*members)
+    model = fused(*members) if kind == "fused" else ensemble(*members)
     model = nn.Sequential(nn.Identity(), model) if kind == "after a module" else model
     norms = [member.blocks[layer if layer < 0 else layer - 1].norm1 for member in members]
     actual = explained(model, layer=layer)
@@ -76,34 +77,16 @@ def test_the_maps_of_branches_with_one_grid_are_added(kind, layer):
     assert all("cam_share" not in saliency.facts for saliency in actual)
 
 
-class Doubling(nn.Module):
-    """Test-time augmentation in one batch, or in two passes."""
-
-    def __init__(self, together: bool) -> None:
-        super().__init__()
-        self.vit, self.together = vit(1), together
-
-    def forward(self, images: Tensor) -> Tensor:
-        if not self.together:
-            return self.vit(images) + self.vit(images.flip(-1))
-        return self.vit(torch.cat([images, images.flip(-1)])).unflatten(0, (2, -1)).mean(dim=0)
-
-
-class WithConvolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.vit = vit(1)
-        self.conv = nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.ReLU(), nn.Flatten(), nn.Linear(800, 5))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return 0.1 * self.vit(images) + self.conv(images)
+def doubled(self: nn.Module, images: Tensor) -> Tensor:
+    """Test-time augmentation in one batch."""
+    return self.vit(torch.cat([images, images.flip(-1)])).unflatten(0, (2, -1)).mean(dim=0)
 
 
 REFUSED = {
-    "another grid": lambda: Ensemble(vit(1), vit(2, patch_size=32)),
-    "a convolutional branch": WithConvolutions,
-    "a doubled batch": lambda: Doubling(together=True),
-    "two passes": lambda: Doubling(together=False),
+    "another grid": lambda: ensemble(vit(1), vit(2, patch_size=32)),
+    "a convolutional branch": with_convolutions,
+    "a doubled batch": lambda: Custom(doubled, vit=vit(1)),
+    "two passes": lambda: Custom(lambda self, images: self.vit(images) + self.vit(images.flip(-1)), vit=vit(1)),
     "CrossViT": lambda: timm.create_model("crossvit_tiny_240", num_classes=5),
 }
 
@@ -122,14 +105,8 @@ def test_branches_that_cannot_be_added_are_refused(kind):
         assert "gradcam" not in str(error)
 
 
-class ReadsTwo(nn.Module):
-    """A head that reads the tokens of two blocks of one stack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vit, self.head = vit(1), nn.Linear(2 * 64, 5)
-
-    def forward(self, images: Tensor, lower: bool = True) -> Tensor:
+def test_a_head_that_reads_lower_blocks_too_has_the_share_in_its_caption():
+    def read_two(self: nn.Module, images: Tensor, lower: bool = True) -> Tensor:
         tokens, read = self.vit._pos_embed(self.vit.patch_embed(images)), []
         for index, block in enumerate(self.vit.blocks):
             tokens = block(tokens)
@@ -137,10 +114,8 @@ class ReadsTwo(nn.Module):
                 read.append(tokens.mean(dim=1))
         return self.head(torch.cat([read[0] if lower else read[0].detach(), read[1]], dim=1))
 
-
-def test_a_head_that_reads_lower_blocks_too_has_the_share_in_its_caption():
     torch.manual_seed(5)
-    model = ReadsTwo()
+    model = Custom(read_two, vit=vit(1), head=nn.Linear(2 * 64, 5))
     actual, images = explained(model), pixels().requires_grad_()
     assert_equal(actual, cam(model, model.vit.blocks[5].norm1))
     whole, upper = (torch.autograd.grad(model(images, lower)[:, 2].sum(), images)[0] for lower in (True, False))
@@ -153,16 +128,11 @@ def test_a_head_that_reads_lower_blocks_too_has_the_share_in_its_caption():
 
 
 def test_a_model_of_one_stack_needs_no_further_backward_pass(monkeypatch):
-    calls, differentiate, explainer = [], torch.autograd.grad, Explainer(vit(1), data_config=DATA)
-
-    def counted(*args: object, **options: object) -> object:
-        calls.append(args)
-        return differentiate(*args, **options)
-
+    counted, explainer = Mock(wraps=torch.autograd.grad), Explainer(vit(1), data_config=DATA)
     explainer.explain(pixels(1), method="gradcam", target=2)
     monkeypatch.setattr(torch.autograd, "grad", counted)
     explainer.explain(pixels(1), method="gradcam", target=2)
-    assert len(calls) == 1
+    assert counted.call_count == 1
 
 
 def test_class_activation_maps_of_other_packages_use_the_same_layers():
@@ -172,52 +142,36 @@ def test_class_activation_maps_of_other_packages_use_the_same_layers():
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
     members = vit(1), vit(2)
-    model = Ensemble(*members)
+    model = ensemble(*members)
     layers = [member.blocks[-1].norm1 for member in members]
     reshape = lambda tokens: tokens[:, 1:].transpose(1, 2).unflatten(2, (10, 10))  # noqa: E731
     with GradCAM(model=model, target_layers=layers, reshape_transform=reshape) as package:
         expected = package(pixels(1), [ClassifierOutputTarget(2)])[0]
     np.testing.assert_allclose(explained(model, "cam:GradCAM")[0].pixels, expected, atol=1e-5)
     with pytest.raises(UnsupportedModelError, match="branches"):
-        explained(WithConvolutions(), "cam:GradCAM")
+        explained(with_convolutions(), "cam:GradCAM")
     with pytest.raises(UnsupportedModelError, match="several branches"):
         explained(model, "captum:LayerGradCam")
 
 
-class MonteCarlo(nn.Module):
-    """Dropout that stays on in eval mode."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.vit, self.rate = vit(1), rate
-
-    def forward(self, images: Tensor) -> Tensor:
+@pytest.mark.parametrize("method", ["gae", "rollout", "occlusion"])
+def test_a_model_that_is_random_in_eval_mode_is_mentioned(method):
+    def drop(self: nn.Module, images: Tensor) -> Tensor:  # also in eval mode
         features = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return self.vit.head(nn.functional.dropout(features, self.rate, training=self.rate > 0))
 
-
-@pytest.mark.parametrize("method", ["gae", "rollout", "occlusion"])
-def test_a_model_that_is_random_in_eval_mode_is_mentioned(method):
-    random, usual = (explained(MonteCarlo(rate), method)[0] for rate in (0.3, 0.0))
+    random, usual = (explained(Custom(drop, vit=vit(1), rate=rate), method)[0] for rate in (0.3, 0.0))
     assert any("random" in note for note in notes_of(random.facts))
     assert not any("random" in note for note in notes_of(usual.facts))
 
 
-class Reshaping(nn.Module):
-    """A block that needs a multiple of 5 tokens besides the class token."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, tokens: Tensor, **options: object) -> Tensor:
-        tokens[:, 1:].unflatten(1, (5, -1))
+def test_a_model_that_fails_on_the_kept_number_of_patches_has_them_blanked():
+    def reshaping(self: nn.Module, tokens: Tensor, **options: object) -> Tensor:
+        tokens[:, 1:].unflatten(1, (5, -1))  # a multiple of 5 tokens besides the class token
         return self.block(tokens, **options)
 
-
-def test_a_model_that_fails_on_the_kept_number_of_patches_has_them_blanked():
     model = vit(1)
-    model.blocks[2] = Reshaping(model.blocks[2])
+    model.blocks[2] = Custom(reshaping, block=model.blocks[2])
     actual = explained(model, "sampling", masks=8, keep=0.33)[0]
     assert "fails on 33 of its patches" in actual.facts["hidden"]
     assert explained(model, "sampling", masks=8, keep=0.3)[0].facts["hidden"] == "tokens dropped"

@@ -97,13 +97,6 @@ def test_a_class_requested_twice_appears_once(explainer):
     assert [saliency.method for saliency in compared.saliencies].count("rollout") == 1
 
 
-def test_a_model_and_a_model_by_name_work_as_an_explainer_does():
-    actual = compare(sample_images()[0], model="demo", methods=["rollout"]).saliencies[0]
-    assert actual.source == str(sample_images()[0])
-    entry = timm.create_model("test_vit", pretrained=False).eval()
-    assert compare(IMAGES[0], model=entry, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
-
-
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from tests.pairs import DATA, Words, pair
-from tests.small import custom_model
+from tests.small import Custom, custom_model
 from vitflow import Explainer, explain_folder, prompts, similarity_to
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
@@ -201,13 +201,8 @@ class Holding(timm.models.VisionTransformer):
 def holding(value, read) -> torch.nn.Module:
     model = tiny_model(Holding)
     vars(model).update(held=value, read=read)
-    return model
-
-
-def buffered(value: float) -> torch.nn.Module:
-    model = tiny_model(Holding)
-    model.register_buffer("tensor", torch.tensor(value), persistent=False)
-    model.read = lambda model: model.tensor
+    if isinstance(value, float):
+        model.register_buffer("tensor", torch.tensor(vars(model).pop("held")), persistent=False)
     return model
 
 
@@ -232,7 +227,7 @@ PAIRS = {
     "a number": [partial(holding, np.float32(value), lambda model: float(model.held)) for value in (1.0, 1.3)],
     "a function": [partial(holding, lambda value=value: value, lambda model: model.held()) for value in (1.0, 1.3)],
     "a tensor": [partial(holding, torch.tensor(value), lambda model: model.held) for value in (1.0, 1.3)],
-    "a buffer": [partial(buffered, value) for value in (1.0, 1.3)],
+    "a buffer": [partial(holding, value, lambda model: model.tensor) for value in (1.0, 1.3)],
     "a hook": [partial(hooked, turned) for turned in (False, True)],
     "a forward": [partial(forwarding, value) for value in (1.0, 1.3)],
 }
@@ -246,34 +241,28 @@ def test_models_of_the_same_weights_that_compute_something_else_have_other_finge
     assert "the model has other code, attributes or hooks" in fingerprint_difference(other, first)[0]
 
 
-class LocalHead(torch.nn.Module):
+def headed(head) -> torch.nn.Module:
     """A model with a function of its features."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.model, self.head = tiny_model(), head
-
-    def forward(self, x):
-        return self.head(self.model(x))
+    return Custom(lambda self, x: self.head(self.model(x)), model=tiny_model(), head=head)
 
 
 def local_model(factor: int) -> torch.nn.Module:
-    class Local(LocalHead):
+    class Local(Custom):
         def forward(self, x):
-            return super().forward(x) * factor if factor < 3 else super().forward(x).flip(1)
+            return super().forward(x) * factor
 
-    return Local(torch.nn.Identity())
+    return Local(lambda self, x: self.model(x), model=tiny_model())
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (lambda: local_model(1), lambda: local_model(2)),
-        (lambda: LocalHead(lambda x: x + 1), lambda: LocalHead(lambda x: x + 2)),
-        (lambda: LocalHead(partial(torch.roll, shifts=1)), lambda: LocalHead(partial(torch.roll, shifts=2))),
-        (lambda: LocalHead(torch.nn.GELU()), lambda: LocalHead(torch.nn.GELU("tanh"))),
-        (lambda: LocalHead(torch.sigmoid), lambda: LocalHead(torch.tanh)),
-        (lambda: LocalHead({"a": [{1, 2}]}.get), lambda: LocalHead(len)),
+        (lambda: headed(lambda x: x + 1), lambda: headed(lambda x: x + 2)),
+        (lambda: headed(partial(torch.roll, shifts=1)), lambda: headed(partial(torch.roll, shifts=2))),
+        (lambda: headed(torch.nn.GELU()), lambda: headed(torch.nn.GELU("tanh"))),
+        (lambda: headed(torch.sigmoid), lambda: headed(torch.tanh)),
+        (lambda: headed({"a": [{1, 2}]}.get), lambda: headed(len)),
     ],
 )
 def test_other_code_or_settings_are_another_model(one, other):

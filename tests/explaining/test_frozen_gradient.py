@@ -11,6 +11,7 @@ from tests import literal_vit
 from tests.models.test_libraries import NORMALISATION, built
 from tests.recording.test_families import build, marked
 from tests.small import DATA, custom_model, photo
+from tests.small import Custom as Module
 from vitflow import Explainer
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
@@ -33,25 +34,8 @@ def test_it_is_the_gradient_times_tokens_with_frozen_nonlinearities(readout):
         assert saliency.grid == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-class Act(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class Around(nn.Module):
-    """Adds the mean patch to what the head reads, on a path around all blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vit = custom_model(depth=4)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        tokens = self.vit.patch_embed(pixels)
-        return self.vit(pixels) + self.vit.head(tokens.mean(dim=1))
+def act(function) -> nn.Module:
+    return Module(lambda _, x: function(x))
 
 
 REFUSED = {
@@ -67,17 +51,20 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_contributions_do_not_add_up_is_refused(name):
     model = custom_model(depth=4)
-    model.blocks[2].mlp.act = Act(REFUSED[name])
+    model.blocks[2].mlp.act = act(REFUSED[name])
     images = [np.zeros((32, 32, 3), np.uint8), photo(32, 32)]
     with pytest.raises(UnsupportedModelError, match="add up"):
         Explainer(model, data_config=DATA).explain_batch(images, methods=["frozen_gradient"], targets=2)
 
 
 def test_a_path_around_the_blocks_and_errors_that_cancel_are_refused():
+    def around(self: nn.Module, pixels: Tensor) -> Tensor:
+        return self.vit(pixels) + self.vit.head(self.vit.patch_embed(pixels).mean(dim=1))
+
     with pytest.raises(UnsupportedModelError, match="around this block"):
-        Explainer(Around().eval(), data_config=DATA).explain(photo(32, 32), **PLAIN)
+        Explainer(Module(around, vit=custom_model(depth=4)).eval(), data_config=DATA).explain(photo(32, 32), **PLAIN)
     model = custom_model(depth=4, num_classes=2)
-    model.blocks[2].mlp.act = Act(torch.sin)
+    model.blocks[2].mlp.act = act(torch.sin)
     with pytest.raises(UnsupportedModelError, match="add up"):
         Explainer(model, data_config=DATA).explain_batch(
             [photo(32, 32)] * 2, methods=["frozen_gradient"], targets=np.array([0, 1])
@@ -131,7 +118,7 @@ UNSEEN = {
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_the_function_mode_does_not_see_is_refused(name):
     model = custom_model(depth=4)
-    model.blocks[2].mlp.act = Act(UNSEEN[name])
+    model.blocks[2].mlp.act = act(UNSEEN[name])
     with pytest.raises(UnsupportedModelError, match="add up|on what it computes"):
         Explainer(model, data_config=DATA).explain(photo(32, 32), **PLAIN)
 
@@ -157,7 +144,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_and_norms_written_by_hand_are_frozen(name):
     model = custom_model(depth=4)
-    model.blocks[2].mlp.act = Act(ACTIVATIONS[name])
+    model.blocks[2].mlp.act = act(ACTIVATIONS[name])
     assert Explainer(model, data_config=DATA).explain(photo(32, 32), **PLAIN).grid.any()
 
 

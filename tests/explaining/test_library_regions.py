@@ -13,6 +13,7 @@ from torch import nn
 
 import vitflow
 from tests.pairs import TEXT, Words
+from tests.small import Custom
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
 
@@ -49,18 +50,6 @@ def detr(name, **options):
 
 def owl(name):
     return configured(name, text_config=TEXT, vision_config=VIT, projection_dim=32)
-
-
-class Pointed(nn.Module):
-    """SAM with a fixed point."""
-
-    def __init__(self, sam):
-        super().__init__()
-        self.sam = sam
-
-    def forward(self, pixels):
-        points = torch.tensor([[[[20.0, 20.0]]]]).expand(len(pixels), -1, -1, -1)
-        return self.sam(pixel_values=pixels, input_points=points).pred_masks.flatten(1, 2)
 
 
 def sam():
@@ -149,10 +138,15 @@ def model(name):
     return built
 
 
+def pointed(self, pixels):
+    points = torch.tensor([[[[20.0, 20.0]]]]).expand(len(pixels), -1, -1, -1)
+    return self.sam(pixel_values=pixels, input_points=points).pred_masks.flatten(1, 2)
+
+
 def explainer(name):
     if name == "SamModel":
         outputs = vitflow.masks((8, 8, 40, 40))
-        return Explainer(Pointed(model(name)), data_config=CONFIG, outputs=outputs, fit="squash")
+        return Explainer(Custom(pointed, sam=model(name)), data_config=CONFIG, outputs=outputs, fit="squash")
     if "Owl" in name:
         outputs = vitflow.boxes(prompts=vitflow.prompts(["a cat", "a remote"], processor=Words()))
     else:
@@ -213,12 +207,10 @@ def test_deformable_attention_is_refused_with_what_works(name):
 
 
 def test_grounding_dino_is_refused_with_what_works():
-    class GroundingDinoForObjectDetection(nn.Module):
-        pass
-
+    model = type("GroundingDinoForObjectDetection", (nn.Module,), {})()
     for outputs in (None, vitflow.boxes(prompts=["a cat"])):
         with pytest.raises(UnsupportedModelError, match="reads its text together.*OWL-ViT or OWLv2"):
-            Explainer(GroundingDinoForObjectDetection(), data_config=CONFIG, outputs=outputs)
+            Explainer(model, data_config=CONFIG, outputs=outputs)
 
 
 def test_sam_without_a_point_is_refused_with_what_works():

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import vitflow
 from tests.pairs import TEXT, Words
+from tests.small import jitter
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError, UnsupportedModelError
@@ -27,9 +28,7 @@ def detector(kind):
     vision |= {"image_size": SIZE, "patch_size": 16}
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(text_config=TEXT, vision_config=vision, projection_dim=32)
-    model = getattr(transformers, f"{kind}ForObjectDetection")(config).eval()
-    for weight in model.parameters():
-        weight.data += 0.2 * torch.randn_like(weight)
+    model = jitter(getattr(transformers, f"{kind}ForObjectDetection")(config), 0.2, by_width=False)
     for weight in model.box_head.parameters():
         weight.data *= 0.05  # boxes of about a patch
     return model

@@ -6,6 +6,7 @@ import timm
 import torch
 
 from tests import references
+from tests.small import jitter
 from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
@@ -19,17 +20,10 @@ ALL = [method.name for method in method_table.list_methods()]
 METHODS = ["attention", "gradcam", "occlusion"]  # refined from fused matrices, from gradients, from logits alone
 
 
-def sharp(model):
-    """A model of random weights that are large enough for its patches not to be all alike."""
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.eval()
-
-
 def small(name="vit_tiny_patch16_224", **options):
     torch.manual_seed(0)
     sizes = {"depth": 2, **options} if name.startswith("vit") else options
-    model = sharp(timm.create_model(name, num_classes=5, img_size=64, **sizes))
+    model = jitter(timm.create_model(name, num_classes=5, img_size=64, **sizes), 0.2, by_width=False)
     return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
 
 
@@ -39,7 +33,7 @@ def of_transformers(attention="sdpa"):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     sizes |= {"image_size": 64, "patch_size": 16, "num_labels": 5}
     config = transformers.ViTConfig(**sizes, attn_implementation=attention)
-    model = sharp(transformers.ViTForImageClassification(config))
+    model = jitter(transformers.ViTForImageClassification(config), 0.2, by_width=False)
     return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
 
 

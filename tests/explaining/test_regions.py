@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import vitflow
+from tests.small import Custom, jitter
 from vitflow import Explainer
 from vitflow.analysis.strips import columns_of
 from vitflow.cli import cli
@@ -38,10 +39,7 @@ def yolos(**options):
         **small, image_size=[SIZE, SIZE], patch_size=16, num_detection_tokens=6, id2label=names, **options
     )
     torch.manual_seed(0)
-    model = transformers.YolosForObjectDetection(config).eval()
-    for weight in model.parameters():
-        weight.data += 0.2 * torch.randn_like(weight)
-    return model
+    return jitter(transformers.YolosForObjectDetection(config), 0.2, by_width=False)
 
 
 class Cells(nn.Module):
@@ -67,16 +65,14 @@ class Cells(nn.Module):
         return {"pred_logits": logits, "pred_boxes": boxes}
 
 
-class Dense(nn.Module):
+def dense():
     """Logits per patch: the brightness of each cell, for class 0, and its negative, for class 1."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, pixels):
+    def compute(self, pixels):
         bright = self.weight * nn.functional.adaptive_avg_pool2d(pixels.mean(dim=1, keepdim=True), 4)
         return torch.cat([bright, -bright], dim=1)
+
+    return Custom(compute, weight=nn.Parameter(torch.ones(1)))
 
 
 def bright(*quarters):
@@ -167,7 +163,7 @@ def test_iou_and_input_shares_against_literal_references():
 
 
 def test_the_score_of_a_region_is_the_mean_logit_inside():
-    model, image = Dense(), photo(3, SIZE, SIZE)
+    model, image = dense(), photo(3, SIZE, SIZE)
     mask = np.zeros((SIZE, SIZE), bool)
     mask[16:32, 32:64] = True  # the cells (1, 2) and (1, 3)
     explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks(mask), fit="squash")
@@ -181,7 +177,7 @@ def test_the_score_of_a_region_is_the_mean_logit_inside():
 
 
 def test_a_point_and_the_predicted_region():
-    model, image = Dense(), bright(1)
+    model, image = dense(), bright(1)
     at = Explainer(model, data_config=CONFIG, outputs=vitflow.masks((40.5, 3)), fit="squash")
     saliency = at.explain(image, target=0, method="input_gradient", patch_size=16)
     assert np.argwhere(saliency.grid > 0).tolist() == [[0, 2]]
@@ -210,7 +206,7 @@ def detected(box=None, **options):
 
 
 def segmented(region):
-    explainer = Explainer(Dense(), data_config=CONFIG, outputs=vitflow.masks(region), fit="squash")
+    explainer = Explainer(dense(), data_config=CONFIG, outputs=vitflow.masks(region), fit="squash")
     return explainer.explain(photo(), method="occlusion", patch_size=16)
 
 
@@ -251,7 +247,7 @@ def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
 def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):
     box = (32, 32, 64, 64)
     detected = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes(box), fit="squash")
-    inside = Explainer(Dense(), data_config=CONFIG, outputs=vitflow.masks(box), fit="squash")
+    inside = Explainer(dense(), data_config=CONFIG, outputs=vitflow.masks(box), fit="squash")
     for explainer in (detected, inside):
         saliency = explainer.explain(bright(3), method="input_gradient", patch_size=16)
         image = saliency.overlay()

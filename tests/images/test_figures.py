@@ -161,22 +161,6 @@ def test_settings_of_the_caller_change_nothing(tmp_path):
         assert save_figure(strip(["tabby"]), tmp_path / "b.png").read_bytes() == ours
 
 
-def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "strip.png"
-    path.write_bytes(b"before")
-    figure = strip(["tabby"])
-
-    def fail(file, **options):
-        file.write(b"half")
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(figure, "savefig", fail)
-    with pytest.raises(OSError, match="full"):
-        save_figure(figure, path)
-    assert path.read_bytes() == b"before"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_an_unknown_file_type_is_refused(tmp_path):
     figure = strip(["tabby"])
     for name in ("strip.gif", "strip", "strip.png.tmp"):

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
@@ -68,22 +69,14 @@ def of_transformers(name: str, config: str, options: dict[str, object], attentio
     """A model of this class, from the configuration that these options make."""
     torch.manual_seed(1)
     given = getattr(transformers, config)(**options)
-    return stirred(getattr(transformers, name)._from_config(given, attn_implementation=attention).eval())
-
-
-def stirred(model: nn.Module) -> nn.Module:
-    """The model, its weights large enough for its attention to be far from uniform."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return jitter(getattr(transformers, name)._from_config(given, attn_implementation=attention), 0.2, by_width=False)
 
 
 def torchvision_vit() -> nn.Module:
     model = torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=6
     )
-    return stirred(model.eval())
+    return jitter(model, 0.2, by_width=False)
 
 
 def pixels(batch: int = 2) -> Tensor:
@@ -238,16 +231,9 @@ def test_outputs_without_names_are_read_as_well():
 
 
 def test_a_module_around_the_model_is_looked_into():
-    class Answering(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.inner(pixel_values=images).logits
-
     inner = built("Dinov2ForImageClassification", id2label={0: "ant", 1: "bee", 2: "cow", 3: "dog", 4: "eel"})
-    explainer = Explainer(Answering(inner), data_config=NORMALISATION)
+    answering = Custom(lambda self, images: self.inner(pixel_values=images).logits, inner=inner)
+    explainer = Explainer(answering, data_config=NORMALISATION)
     actual = explainer.explain(photo(), method="rollout", target="cow")
     assert actual.facts["readout"] == "1 prefix token and 16 patches, from the gradient of the output"
     assert actual.class_name == "cow"

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import ViTConfig, ViTModel
 
 import vitflow
+from tests.small import Custom
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint
@@ -187,6 +188,9 @@ def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
     (tmp_path / "w.pth").write_bytes(b"\x80\x02garbage")
     with pytest.raises(ModelError, match="damaged"):
         read_checkpoint(tmp_path / "w.pth")
+    torch.save({"epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="state dict.*whose keys are epoch"):
+        read_checkpoint(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"0": "cat", "2": "dog"}', '{"a": 0, "b": 0}', "[[1]]", "null"])
@@ -221,12 +225,6 @@ def test_damaged_files_are_named(model, tmp_path, save):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=path.name):
             read_checkpoint(path)
-
-
-def test_a_checkpoint_without_tensors_is_named(tmp_path):
-    torch.save({"epoch": 3}, tmp_path / "w.pth")
-    with pytest.raises(ModelError, match="state dict.*whose keys are epoch"):
-        read_checkpoint(tmp_path / "w.pth")
 
 
 def test_a_local_folder_as_timm_saves_it(model, tmp_path):
@@ -373,16 +371,6 @@ def test_wrappers_keep_the_names_of_a_model_and_its_classes(model, wrap):
             vitflow.Explainer(given)
 
 
-class Wrapped(nn.Module):
-    def __init__(self, encoder, head=None):
-        super().__init__()
-        self.encoder, self.head = encoder, head or nn.Identity()
-
-    def forward(self, pixels):
-        output = self.encoder(pixels)
-        return self.head(getattr(output, "pooler_output", output))
-
-
 @pytest.mark.parametrize(("head", "count"), [(None, 0), (nn.LayerNorm(64), 0), (nn.Sequential(nn.Linear(64, 64)), 64)])
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_a_module_around_an_encoder_without_head_has_no_classes(head, count, library):
@@ -390,7 +378,13 @@ def test_a_module_around_an_encoder_without_head_has_no_classes(head, count, lib
     hugging_face = ViTModel(ViTConfig(**sizes, image_size=160))
     encoder = timm.create_model(ID, num_classes=0) if library == "timm" else hugging_face
     config = {"input_size": (3, 160, 160), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    explainer = vitflow.Explainer(Wrapped(encoder, head).eval(), data_config=config)
+
+    def compute(self, pixels):
+        output = self.encoder(pixels)
+        return self.head(getattr(output, "pooler_output", output))
+
+    model = Custom(compute, encoder=encoder, head=head or nn.Identity()).eval()
+    explainer = vitflow.Explainer(model, data_config=config)
     assert explainer.num_classes == count
     saliency = explainer.explain(vitflow.demo.sample_images()[0], method="rollout")
     assert (saliency.target is None) is (count == 0)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests import literal_vit
+from tests.small import Custom
 from vitflow import Contrast, Explainer
 from vitflow.errors import ModelError, OptionError
 from vitflow.folder.saved import fingerprint_difference
@@ -24,30 +25,9 @@ METHODS = ["rollout", "gae", "gradcam", "input_gradient", "occlusion", "sampling
 LABELS = ["road", "sky", "tree"]
 
 
-class Dense(nn.Module):
-    """A segmentation model: an output with fields, whose logits lie on the image."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = literal_vit.timm_model(num_classes=0).float()
-        self.head = nn.Linear(self.body.embed_dim, 3)
-
-    def forward(self, pixels):
-        tokens = self.body.forward_features(pixels)[:, self.body.num_prefix_tokens :]
-        side = int(tokens.shape[1] ** 0.5)
-        return {"logits": self.head(tokens).mT.unflatten(2, (side, side)), "size": SimpleNamespace(side=side)}
-
-
-class Pooled(nn.Module):
+def pooled(dense):
     """The same with the question as a part of the model."""
-
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, pixels):
-        return corner(self.dense(pixels))
+    return Custom(lambda self, pixels: corner(self.dense(pixels)), dense=dense)
 
 
 def corner(output):
@@ -56,7 +36,15 @@ def corner(output):
 
 @pytest.fixture(scope="module")
 def dense():
-    return Dense().eval()
+    """A segmentation model: an output with fields, whose logits lie on the image."""
+
+    def compute(self, pixels):
+        tokens = self.body.forward_features(pixels)[:, self.body.num_prefix_tokens :]
+        side = int(tokens.shape[1] ** 0.5)
+        return {"logits": self.head(tokens).mT.unflatten(2, (side, side)), "size": SimpleNamespace(side=side)}
+
+    body = literal_vit.timm_model(num_classes=0).float()
+    return Custom(compute, body=body, head=nn.Linear(body.embed_dim, 3)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +59,7 @@ def image():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_function_is_requested_as_a_module_would_be(dense, requested, image, method):
-    whole = Explainer(Pooled(dense), class_names=LABELS, data_config=DATA, activation="value")
+    whole = Explainer(pooled(dense), class_names=LABELS, data_config=DATA, activation="value")
     options = {
         name: OPTIONS[name] for name in OPTIONS if any(m.name == method and m.accepts(name) for m in list_methods())
     }
@@ -155,17 +143,6 @@ def test_what_is_wrong_with_a_function_is_reported(dense, image, function, repor
         Explainer(dense, outputs=function, class_names=LABELS, data_config=DATA).explain(image, method="gae")
 
 
-class Moody(nn.Module):
-    """A model whose rows are rounded differently in batches of different sizes, as in half precision on a GPU."""
-
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, pixels):
-        return corner(self.dense(pixels)) * (1 + 2e-3 * len(pixels))
-
-
 MIXING = {
     "softmax over the batch": lambda numbers: numbers.softmax(0),
     "flipped": lambda numbers: numbers.flip(0),
@@ -192,7 +169,7 @@ def test_a_function_that_mixes_the_images_of_a_batch_is_refused(dense, kind, dty
     options = {"data_config": DATA, "dtype": dtype}
     asks = [
         lambda: Explainer(copy.deepcopy(dense), outputs=lambda output: function(corner(output)), **options),
-        lambda: Explainer(Pooled(copy.deepcopy(dense)), outputs=Outputs(reference=function), **options),
+        lambda: Explainer(pooled(copy.deepcopy(dense)), outputs=Outputs(reference=function), **options),
     ]
     for ask in asks:
         if kind in HONEST:
@@ -205,7 +182,8 @@ def test_a_function_that_mixes_the_images_of_a_batch_is_refused(dense, kind, dty
 
 
 def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
-    moody = Moody(dense).eval()
+    """As of a model in half precision on a GPU."""
+    moody = Custom(lambda self, pixels: corner(self.dense(pixels)) * (1 + 2e-3 * len(pixels)), dense=dense).eval()
     assert Explainer(moody, outputs=lambda output: output, data_config=DATA).num_classes == 3
     for function in MIXING.values():
         with pytest.raises(ModelError):

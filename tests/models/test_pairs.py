@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, linear, normalize
 
 from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, photo, save_siglip
+from tests.small import Custom
 from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model, prompts
 from vitflow.cli import cli
 from vitflow.demo import draw_image
@@ -150,18 +151,6 @@ def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, raw):
     torch.testing.assert_close(trace.backward(torch.tensor([1, 1])).pixels, expected, rtol=1e-6, atol=1e-6)
 
 
-class Applied(nn.Module):
-    """A tower with the vectors of the prompts as its classifier."""
-
-    def __init__(self, tower: nn.Module, vectors: torch.Tensor, scale: float) -> None:
-        super().__init__()
-        self.tower, self.scale = tower, scale
-        self.register_buffer("vectors", vectors)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return normalize(self.tower(pixels), dim=-1) @ self.vectors.T * self.scale
-
-
 @pytest.fixture(scope="module")
 def both():
     """CLIP asked by prompts, and the same as a module."""
@@ -169,7 +158,8 @@ def both():
     model = pair("clip")
     with torch.no_grad():
         texts = normalize(model.get_text_features(**Words()(PROMPTS, padding="longest")).pooler_output, dim=1)
-    module = Applied(entry.model, texts, float(model.logit_scale.detach().exp())).eval()
+    classify = lambda self, pixels: normalize(self.tower(pixels), dim=-1) @ texts.T * self.scale  # noqa: E731
+    module = Custom(classify, tower=entry.model, scale=float(model.logit_scale.detach().exp())).eval()
     return entry, Explainer(module, class_names=PROMPTS, data_config=DATA)
 
 
@@ -271,18 +261,11 @@ def test_as_many_patches_as_the_processor_takes(size):
     theirs = processor(photo(*size), return_tensors="pt")
     placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
     assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
-    entry = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=Both(processor)))
+    both = type("Both", (Words,), {"image_processor": processor})()  # a processor of texts and images
+    entry = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=both))
     patches, rows, cols = cut(entry.pixels(photo(*size)))
     ours, expected = patches[0], theirs["pixel_values"][0][: rows * cols]
     assert (ours - expected).abs().max() <= 2.1 / 127.5  # levels of 8 bits, rounded by two libraries
-
-
-class Both(Words):
-    """A processor of texts and images."""
-
-    def __init__(self, image_processor):
-        super().__init__()
-        self.image_processor = image_processor
 
 
 def of_clip(texts=PROMPTS, model=None, **options) -> Explainer:

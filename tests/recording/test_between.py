@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
@@ -22,10 +23,8 @@ class Between(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         options = {"img_size": 64, "embed_dim": 48, "num_heads": 3, "depth": blocks, "num_classes": 5}
-        self.vit = timm.create_model("vit_tiny_patch16_224", **options, reg_tokens=PREFIX - 1)
-        with torch.no_grad():
-            for parameter in self.vit.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        vit = timm.create_model("vit_tiny_patch16_224", **options, reg_tokens=PREFIX - 1)
+        self.vit = jitter(vit, 0.1, by_width=False)
         self.function, self.replaced = function, [None] * DEPTH
         self.prompts = nn.Parameter(torch.randn(DEPTH, PREFIX - 1, 48))
         self.to(dtype).eval()
@@ -117,16 +116,11 @@ def test_columns_of_tokens_that_are_replaced_or_zeroed_are_0(function, count, bl
         explainer.explain(images()[0], method="flow")
 
 
-def in_place(model: Between, x: Tensor, index: int) -> Tensor:
-    x += model.prompts[index, :1]
-    return x
-
-
 UNCHANGED = {
     "a clone": lambda model, x, index: x.clone(),
     "a view": lambda model, x, index: x.view(x.shape),
     "positions added": lambda model, x, index: x + model.vit.pos_embed[:, :1],
-    "positions added in place": in_place,
+    "positions added in place": lambda model, x, index: x.add_(model.prompts[index, :1]),
     "a norm": lambda model, x, index: model.vit.norm(x),
 }
 
@@ -148,10 +142,6 @@ def at_block_5(function):
 
 def patches(function):
     return lambda x: torch.cat([x[:, :PREFIX], function(x[:, PREFIX:])], 1)
-
-
-def flipped_for_a_while(model: Between, x: Tensor, index: int) -> Tensor:
-    return patches(lambda tokens: tokens.flip(1))(x) if index in (3, 5) else x
 
 
 def sorted_by_size(tokens: Tensor) -> Tensor:
@@ -177,7 +167,7 @@ REFUSED = {
     "permuted": (at_block_5(patches(lambda tokens: tokens[:, ORDER])), "reorders"),
     "two swapped": (at_block_5(patches(lambda tokens: tokens[:, [1, 0, *range(2, 16)]])), "reorders"),
     "sorted": (at_block_5(patches(sorted_by_size)), "reorders"),
-    "flipped": (flipped_for_a_while, "reorders"),
+    "flipped": (lambda model, x, index: patches(lambda y: y.flip(1))(x) if index in (3, 5) else x, "reorders"),
     "flipped in place": (at_block_5(lambda x: x.copy_(x.flip(1))), "reorders"),
     "rolled": (at_block_5(patches(lambda tokens: tokens.roll(1, 1))), "reorders"),
     "merged": (at_block_5(patches(halves_merged)), "merges"),
@@ -194,17 +184,6 @@ def test_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, 
             explainer.explain(images()[0], method=method)
 
 
-class Rearranged(nn.Module):
-    """A block whose input has other axes than its output."""
-
-    def __init__(self, block: nn.Module, channels_first: bool) -> None:
-        super().__init__()
-        self.block, self.channels_first = block, channels_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x.mT if self.channels_first else x.flatten(1, 2))
-
-
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_first):
     def rearranged(function):
@@ -214,7 +193,9 @@ def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_firs
 
         model = Between(act)
         for index in range(1, DEPTH):
-            model.vit.blocks[index] = Rearranged(model.vit.blocks[index], channels_first)
+            model.vit.blocks[index] = Custom(
+                lambda self, x: self.block(x.mT if channels_first else x.flatten(1, 2)), block=model.vit.blocks[index]
+            )
         return model, Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
 
     model, explainer = rearranged(pruned_once)
@@ -240,17 +221,6 @@ def test_tokens_that_a_hook_of_the_user_replaces_after_a_block_are_replaced():
     assert np.abs(saliency.grid - literal(model, trace)[0].numpy()).max() < 1e-6
 
 
-class ReordersInside(nn.Module):
-    def __init__(self, block: nn.Module, function) -> None:
-        super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
-        self.function = function
-
-    def forward(self, x: Tensor, **_) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return self.function(x + self.mlp(self.norm2(x)))
-
-
 INSIDE = {
     "permuted": patches(lambda tokens: tokens[:, ORDER]),
     "flipped": patches(lambda tokens: tokens.flip(1)),
@@ -261,31 +231,27 @@ INSIDE = {
 
 @pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
 def test_tokens_that_are_reordered_or_zeroed_inside_a_block_are_refused(function):
+    def reordering(self: nn.Module, x: Tensor, **_) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return function(x + self.mlp(self.norm2(x)))
+
     model = Between(lambda model, x, index: x)
-    model.vit.blocks[4] = ReordersInside(model.vit.blocks[4], function)
+    model.vit.blocks[4] = Custom(reordering, **dict(model.vit.blocks[4].named_children()))
     explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
     with pytest.raises(UnsupportedModelError, match=r"vit.blocks.4.*(reorders|zeroes|mixes)"):
         explainer.explain(images()[0], method="rollout")
-
-
-class InAnotherOrder(nn.Module):
-    """An attention module in another order of the tokens, which is undone after it."""
-
-    def __init__(self, attn: nn.Module, order) -> None:
-        super().__init__()
-        self.attn, self.order = attn, order
-
-    def forward(self, x: Tensor, **_) -> Tensor:
-        order = self.order(x)
-        y = self.attn(x.gather(1, order[..., None].expand_as(x)))
-        return y.gather(1, order.argsort(1)[..., None].expand_as(y))
 
 
 @pytest.mark.parametrize(
     "order", [lambda x: x[..., 0].argsort(1), lambda x: torch.arange(19).flip(0).expand(len(x), -1)]
 )
 def test_attention_in_another_order_than_the_tokens_of_its_block_is_refused(order):
+    def reordered(self: nn.Module, x: Tensor, **_) -> Tensor:  # which is undone after it
+        index = order(x)
+        y = self.attn(x.gather(1, index[..., None].expand_as(x)))
+        return y.gather(1, index.argsort(1)[..., None].expand_as(y))
+
     model = Between(lambda model, x, index: x)
-    model.vit.blocks[2].attn = InAnotherOrder(model.vit.blocks[2].attn, order)
+    model.vit.blocks[2].attn = Custom(reordered, attn=model.vit.blocks[2].attn)
     with pytest.raises(UnsupportedModelError, match=r"blocks.2.attn.attn.*reorders"):
         Explainer(model, data_config=CONFIG).explain(images()[0], method="rollout")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.small import Custom
 from vitflow import record_attention
 from vitflow.errors import UnsupportedModelError
 from vitflow.models.parts import model_cache, module_paths
@@ -32,23 +33,17 @@ def recorded(model, size=32):
     return trace, logits
 
 
-class Eager(nn.Module):
+class Eager(Custom):
     """Attention of one head by a product, a softmax and a product."""
 
-    def forward(self, tokens, **_):
-        return (tokens @ tokens.mT).softmax(-1) @ tokens
+    def __init__(self):
+        super().__init__(lambda _, tokens, **options: (tokens @ tokens.mT).softmax(-1) @ tokens)
 
 
-class Around(nn.Module):
+def attending(self, tokens, **_):
     """A block inside another module, which attends by itself."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, tokens, **_):
-        tokens = self.block(tokens).unsqueeze(1)
-        return F.scaled_dot_product_attention(tokens, tokens, tokens).squeeze(1)
+    tokens = self.block(tokens).unsqueeze(1)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens).squeeze(1)
 
 
 def test_another_attention_module_is_noticed():
@@ -69,7 +64,7 @@ def test_another_attention_module_is_noticed_while_a_recording_is_open():
         model.blocks[1].attn = Eager()
         model(pixels)
         assert [one.shape[1] for one in trace.attentions] == [3, 1]
-        model.blocks[0] = Around(model.blocks[0])
+        model.blocks[0] = Custom(attending, block=model.blocks[0])
         model(pixels)
     assert [one.shape[1] for one in trace.attentions] == [3, 1, 1]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -78,7 +73,7 @@ def test_another_attention_module_is_noticed_while_a_recording_is_open():
 def test_a_module_around_a_block_is_noticed():
     model = model_of()
     recorded(model)
-    model.blocks[0] = Around(model.blocks[0])
+    model.blocks[0] = Custom(attending, block=model.blocks[0])
     assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.block.attn", "blocks.0", "blocks.1.attn"]
 
 
@@ -233,16 +228,9 @@ WEIGHT_CHANGES = {
 
 @pytest.mark.parametrize("change", WEIGHT_CHANGES.values(), ids=WEIGHT_CHANGES.keys())
 def test_the_cache_is_emptied_when_weights_change(change):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc1, self.order = nn.Linear(2, 3), torch.tensor([0, 1])
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, features):
-            return self.fc1(features[:, self.order]) * self.scale
-
-    model = Model()
+    compute = lambda self, features: self.fc1(features[:, self.order]) * self.scale  # noqa: E731
+    model = Custom(compute, fc1=nn.Linear(2, 3), order=torch.tensor([0, 1]))
+    model.register_buffer("scale", torch.ones(()))
     model_cache(model)["key"] = "value"
     model(torch.ones(1, 2)).sum().backward()
     assert model_cache(model) == {"key": "value"}

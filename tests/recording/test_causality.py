@@ -154,15 +154,12 @@ def test_tokens_are_compared_on_any_axis(masked, flat):
     assert is_causal(OtherAxes(masked, flat).eval()) is masked
 
 
-class Unseen(OtherAxes):
-    """A model of which only the embedding returns one row per token."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        doubled = torch.cat([self.embed(input_ids)] * 2, dim=1)
-        return self.layers[0](doubled, doubled, doubled)[0].sum()
-
-
 def test_a_model_is_not_causal_if_no_token_was_compared():
+    class Unseen(OtherAxes):  # of which only the embedding returns one row per token
+        def forward(self, input_ids: Tensor) -> Tensor:
+            doubled = torch.cat([self.embed(input_ids)] * 2, dim=1)
+            return self.layers[0](doubled, doubled, doubled)[0].sum()
+
     assert is_causal(Unseen(False, False).eval()) is False
 
 

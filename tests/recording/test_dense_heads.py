@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.small import Custom
 from vitflow import Explainer, boxes, masks, record_attention
 from vitflow.errors import UnsupportedModelError
 
@@ -199,24 +200,17 @@ def test_layers_of_a_decoder_on_top_are_no_layers_of_image_tokens():
 
 
 def test_a_decoder_of_a_custom_module_is_a_part_of_the_head():
-    class Detector(nn.Module):
-        def __init__(self, queries: int) -> None:
-            super().__init__()
-            self.backbone = timm.create_model("test_vit", img_size=64, num_classes=0)
-            width = self.backbone.num_features
-            self.queries = nn.Parameter(torch.randn(1, queries, width))
-            self.layers = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
-            self.classes = nn.Linear(width, 4)
+    def detect(self: nn.Module, pixels: Tensor) -> Tensor:
+        tokens, states = self.backbone.forward_features(pixels), self.queries.expand(len(pixels), -1, -1)
+        for layer in self.layers:
+            states = states + layer(states, tokens, tokens)[0]
+        return self.classes(states)[:, 2]
 
-        def forward(self, pixels: Tensor) -> Tensor:
-            tokens = self.backbone.forward_features(pixels)
-            states = self.queries.expand(len(pixels), -1, -1)
-            for layer in self.layers:
-                states = states + layer(states, tokens, tokens)[0]
-            return self.classes(states)[:, 2]
-
-    torch.manual_seed(0)
-    model, image = Detector(7).eval(), torch.randn(1, 3, 64, 64)
+    backbone = timm.create_model("test_vit", img_size=64, num_classes=0)
+    width, image = backbone.num_features, torch.randn(1, 3, 64, 64)
+    layers = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
+    queries = nn.Parameter(torch.randn(1, 7, width))
+    model = Custom(detect, backbone=backbone, queries=queries, layers=layers, classes=nn.Linear(width, 4)).eval()
     with record_attention(model, gradients=True) as trace:
         model(image)
     assert {layer.name.split(".")[0] for layer in trace.layers} == {"backbone"}

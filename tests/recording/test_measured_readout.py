@@ -6,7 +6,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.recording.test_readout import CONFIG, SIZE, Around, jitter, photo, pixels, region, timm_vit
+from tests.recording.test_readout import CONFIG, SIZE, Around, photo, pixels, region, timm_vit
+from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
 
@@ -127,19 +128,11 @@ def test_one_output_of_many_with_another_scale_has_another_readout():
 
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_a_norm_that_runs_twice_has_the_map_of_one_that_runs_once(method):
-    class Several(nn.Module):
-        def __init__(self, backbone: nn.Module) -> None:
-            super().__init__()
-            self.vit = backbone
+    def several(model: nn.Module, images: Tensor) -> Tensor:
+        return model.vit.forward_head(model.vit.forward_intermediates(images, indices=[0, 1, 2], norm=True)[0])
 
-        def forward(self, images: Tensor) -> Tensor:
-            final, _ = self.vit.forward_intermediates(images, indices=[0, 1, 2], norm=True)
-            return self.vit.forward_head(final)
-
-    model = timm_vit()
-    twice, once = (
-        Explainer(each, data_config=CONFIG).explain(photo(), method=method) for each in (Several(model), model)
-    )
+    models = Custom(several, vit=timm_vit()), timm_vit()
+    twice, once = (Explainer(each, data_config=CONFIG).explain(photo(), method=method) for each in models)
     assert twice.facts["readout"] == "class token"
     np.testing.assert_allclose(twice.grid, once.grid, rtol=1e-5)
 
@@ -154,18 +147,6 @@ def with_zero_head(model: nn.Module) -> nn.Module:
     return model
 
 
-class Inferring(nn.Module):
-    """A model that switches gradients off by itself."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return self.inner(images)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("change", "cause"), [(int8, "integer weights"), (with_zero_head, "still all zeros")])
 def test_without_a_gradient_the_declared_pooling_is_used_and_named_so(change, cause):
@@ -176,21 +157,14 @@ def test_without_a_gradient_the_declared_pooling_is_used_and_named_so(change, ca
     with record_attention(model) as trace, torch.no_grad():
         model(pixels())
     torch.testing.assert_close(trace.readout, torch.tensor(np.eye(17)[[0, 0]]).float())
-
-    class Custom(nn.Module):  # which declares nothing
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.inner(images)
-
+    undeclared = Custom(lambda self, images: self.inner(images), inner=model)
     with pytest.raises(UnsupportedModelError, match=rf"{cause}.*readout="):
-        Explainer(Custom(), data_config=CONFIG).explain(photo(), method="rollout")
+        Explainer(undeclared, data_config=CONFIG).explain(photo(), method="rollout")
 
 
 def test_inference_mode_inside_a_model_is_named_where_nothing_is_declared():
-    explainer = Explainer(Inferring(timm_vit()), data_config=CONFIG)
+    inferring = Custom(lambda self, images: torch.inference_mode()(self.inner)(images), inner=timm_vit())
+    explainer = Explainer(inferring, data_config=CONFIG)
     with pytest.raises(UnsupportedModelError, match=r"without gradients.*readout="):
         explainer.explain(photo(), method="rollout")
     assert explainer.explain(photo(), method="rollout", readout=np.ones((4, 4))).grid.max() > 0
@@ -222,20 +196,15 @@ def test_features_without_classes_are_read_by_the_gradient_of_their_square():
 
 
 def test_blocks_that_add_in_place_and_weights_made_in_inference_mode_have_their_readout():
-    class InPlace(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, tokens: Tensor, **options) -> Tensor:
-            tokens += 0.1
-            tokens[:, 0] = 2 * tokens[:, 0]
-            return self.inner(tokens)
+    def in_place(module: nn.Module, tokens: Tensor, **options) -> Tensor:
+        tokens += 0.1
+        tokens[:, 0] = 2 * tokens[:, 0]
+        return module.inner(tokens)
 
     model = Around(region)
     for number, block in enumerate(model.backbone.blocks):
-        model.backbone.blocks[number] = InPlace(block)
-    model.backbone.norm = InPlace(model.backbone.norm)
+        model.backbone.blocks[number] = Custom(in_place, inner=block)
+    model.backbone.norm = Custom(in_place, inner=model.backbone.norm)
     with torch.inference_mode():
         made = timm_vit()
     expected = np.zeros(17)
@@ -245,31 +214,19 @@ def test_blocks_that_add_in_place_and_weights_made_in_inference_mode_have_their_
 
 
 def test_a_guess_of_the_blocks_that_is_wrong_is_corrected():
-    class Attend(nn.Module):  # attention by another name, beside a module that is called attention and is none
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
+    def attend(module: nn.Module, tokens: Tensor, **options) -> Tensor:
+        queries, keys, values = module.inner.qkv(tokens).unflatten(2, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values)
+        return module.inner.proj(mixed.transpose(1, 2).flatten(2))
 
-        def forward(self, tokens: Tensor, **options) -> Tensor:
-            queries, keys, values = self.inner.qkv(tokens).unflatten(2, (3, 3, 16)).permute(2, 0, 3, 1, 4)
-            mixed = nn.functional.scaled_dot_product_attention(queries, keys, values)
-            return self.inner.proj(mixed.transpose(1, 2).flatten(2))
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return tokens * self.scale
-
-    Gate.__name__ = "ChannelAttentionGate"
+    # Attention by another name, beside a module that is called attention and is none.
+    gate = type("ChannelAttentionGate", (Custom,), {})
     model = Around(region)
     for block in model.backbone.blocks:
         inner, block.attn = block.attn, None
         inner.__class__ = type("Weights", (nn.Module,), {})
-        block.attn = Attend(inner)
-    model.backbone.norm_pre = Gate()
+        block.attn = Custom(attend, inner=inner)
+    model.backbone.norm_pre = gate(lambda self, tokens: tokens * self.scale, scale=nn.Parameter(torch.ones(1)))
     explainer, passes = Explainer(model, data_config=CONFIG), []
     model.register_forward_hook(lambda *_: passes.append(1))
     for image in (photo(), photo(1)):  # the first pass shows the blocks
@@ -280,14 +237,13 @@ def test_a_guess_of_the_blocks_that_is_wrong_is_corrected():
 
 
 def test_reentrant_checkpointing_of_the_head_is_named_as_the_cause():
-    class Checkpointed(Around):
-        def forward(self, images: Tensor) -> Tensor:
-            tokens = self.backbone.forward_features(images)
-            head = lambda each: self.probe(self.pool(each))  # noqa: E731
-            return torch.utils.checkpoint.checkpoint(head, tokens, use_reentrant=True)
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
+        head = lambda each: self.inner.probe(region(each))  # noqa: E731
+        tokens = self.inner.backbone.forward_features(images)
+        return torch.utils.checkpoint.checkpoint(head, tokens, use_reentrant=True)
 
     with pytest.raises(UnsupportedModelError, match=r"use_reentrant.*readout="):
-        Explainer(Checkpointed(region), data_config=CONFIG).explain(photo(), method="rollout")
+        Explainer(Custom(compute, inner=Around(region)), data_config=CONFIG).explain(photo(), method="rollout")
 
 
 def test_rollout_is_one_map_for_targets_of_one_known_pooling_only():

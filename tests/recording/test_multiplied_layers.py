@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from tests import references
+from tests.small import Custom
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining.applying import recording_options
@@ -68,24 +69,16 @@ def test_stages_and_windows_keep_their_layers():
         torch.testing.assert_close(rollout(multiplied, **given).grids, rollout(whole, **given).grids, rtol=1e-5, atol=0)
 
 
-class Masked(torch.nn.Module):
-    """A layer of attention in which the first query sees no key, and the second one alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = torch.nn.Linear(6, 6)
-
-    def forward(self, tokens):
+def test_a_query_that_sees_no_key_keeps_itself():
+    def masked(self, tokens):  # the first query sees no key, and the second one alone
         heads = self.proj(tokens).unflatten(-1, (3, 2)).transpose(1, 2)
         seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
         seen[0], seen[1] = False, torch.arange(len(seen)) == 2
         attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
         return tokens + self.proj(attended.transpose(1, 2).flatten(2))
 
-
-def test_a_query_that_sees_no_key_keeps_itself():
-    torch.manual_seed(0)
-    model, pixels = torch.nn.Sequential(torch.nn.Flatten(2), *(Masked() for _ in range(5))), torch.randn(2, 6, 2, 3)
+    layers = (Custom(masked, proj=torch.nn.Linear(6, 6)) for _ in range(5))
+    model, pixels = torch.nn.Sequential(torch.nn.Flatten(2), *layers), torch.randn(2, 6, 2, 3)
     with torch.no_grad():
         with record_attention(model) as whole:
             expected = model(pixels)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.small import Custom
 from vitflow import Explainer, record_attention
-from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Span
 from vitflow.methods import TokenLayout
+from vitflow.methods.staged_rollout import carry
 
 CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "squash"}
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 4}
@@ -22,54 +23,34 @@ def vit(**options) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **{**TINY, **options}).eval()
 
 
-def siglip(side: int, patch: int) -> nn.Module:
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
+def siglip(side: int, patch: int, library: str = "Siglip", **options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
-    return SiglipVisionModel(SiglipVisionConfig(image_size=side, patch_size=patch, **small)).eval()
+    tower = "" if library == "Dinov2" else "Vision"
+    config = getattr(transformers, f"{library}{tower}Config")(image_size=side, patch_size=patch, **small | options)
+    return getattr(transformers, f"{library}{tower}Model")(config).eval()
 
 
-def dino(side: int, patch: int) -> nn.Module:
-    from transformers import Dinov2Config, Dinov2Model
-
-    small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "mlp_ratio": 1}
-    return Dinov2Model(Dinov2Config(image_size=side, patch_size=patch, **small)).eval()
-
-
-class Changed(nn.Module):
+def changed(model: nn.Module, images=lambda images: images, tokens=lambda tokens: tokens) -> nn.Module:
     """A model that changes its input, or the tokens of its patches, first."""
-
-    def __init__(self, model: nn.Module, images=lambda images: images, tokens=lambda tokens: tokens) -> None:
-        super().__init__()
-        self.vit, self.images = model, images
-        model.norm_pre = Function(tokens)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.vit(self.images(images))
-
-
-class Function(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *given):
-        return self.function(*given)
-
-
-def padded(model: nn.Module, top: int, left: int) -> nn.Module:
-    return Changed(model, lambda images: nn.functional.pad(images, (left, 16 - left, top, 16 - top)))
+    model.norm_pre = Custom(lambda _, given: tokens(given))
+    return Custom(lambda self, given: self.vit(images(given)), vit=model)
 
 
 # Model, size of its input, and first pixel and pixels per cell of its rows and columns.
 EXTENTS = {
     "SigLIP, 27 × 14 of 384": (lambda: siglip(384, 14), (384, 384), (0, 14), (0, 14)),
-    "DINOv2, 7 × 14 of 100": (lambda: dino(100, 14), (100, 100), (0, 14), (0, 14)),
+    "DINOv2, 7 × 14 of 100": (lambda: siglip(100, 14, "Dinov2", mlp_ratio=1), (100, 100), (0, 14), (0, 14)),
     "padded at the end": (lambda: vit(dynamic_img_size=True, dynamic_img_pad=True), (70, 101), (0, 16), (0, 16)),
-    "cropped inside": (lambda: Changed(vit(img_size=64), lambda x: x[..., 5:69, 7:71]), (74, 72), (5, 16), (7, 16)),
-    "padded inside": (lambda: padded(vit(img_size=80), 6, 9), (64, 64), (-6, 16), (-9, 16)),
+    "cropped inside": (lambda: changed(vit(img_size=64), lambda x: x[..., 5:69, 7:71]), (74, 72), (5, 16), (7, 16)),
+    "padded inside": (
+        lambda: changed(vit(img_size=80), lambda x: nn.functional.pad(x, (9, 7, 6, 10))),
+        (64, 64),
+        (-6, 16),
+        (-9, 16),
+    ),
     "halved inside": (
-        lambda: Changed(vit(img_size=64), lambda x: nn.functional.avg_pool2d(x, 2)),
+        lambda: changed(vit(img_size=64), lambda x: nn.functional.avg_pool2d(x, 2)),
         (128, 128),
         (0, 32),
         (0, 32),
@@ -114,31 +95,33 @@ def test_a_patch_is_drawn_clicked_and_occluded_at_its_pixels(build, size, rows, 
         assert float(sums.grid[row, col]) == pytest.approx(float(expected), rel=1e-4)
 
 
-def four_in_a_row(tokens: Tensor) -> Tensor:
-    return torch.cat([tokens[:, :1], tokens[:, 1:].unflatten(1, (-1, 4)).mean(2)], 1)
-
-
-def one_dropped(tokens: Tensor) -> Tensor:
-    return tokens * (torch.arange(tokens.shape[1]) != 7)[:, None]
-
-
 ORDER = torch.randperm(49, generator=torch.Generator().manual_seed(1))
 # Models that are refused, and a word of the reason.
 REFUSED = {
-    "flipped": (lambda: Changed(vit(img_size=112), lambda x: x.flip(3)), 112, "column 6: tokens are in another order"),
-    "rolled by half a patch": (lambda: Changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
+    "flipped": (lambda: changed(vit(img_size=112), lambda x: x.flip(3)), 112, "column 6: tokens are in another order"),
+    "rolled by half a patch": (lambda: changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
     "in another order": (
-        lambda: Changed(vit(img_size=112), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:][:, ORDER]], 1)),
+        lambda: changed(vit(img_size=112), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:][:, ORDER]], 1)),
         112,
         "another order",
     ),
     "two swapped": (
-        lambda: Changed(vit(img_size=112), tokens=lambda x: x[:, [*range(17), 18, 17, *range(19, 50)]]),
+        lambda: changed(vit(img_size=112), tokens=lambda x: x[:, [*range(17), 18, 17, *range(19, 50)]]),
         112,
         "another order",
     ),
-    "one dropped": (lambda: Changed(vit(img_size=112), tokens=one_dropped), 112, "dropped"),
-    "four in a row": (lambda: Changed(vit(img_size=224), tokens=four_in_a_row), 224, "another order"),
+    "one dropped": (
+        lambda: changed(vit(img_size=112), tokens=lambda x: x * (torch.arange(50) != 7)[:, None]),
+        112,
+        "dropped",
+    ),
+    "four in a row": (
+        lambda: changed(
+            vit(img_size=224), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:].unflatten(1, (-1, 4)).mean(2)], 1)
+        ),
+        224,
+        "another order",
+    ),
 }
 
 
@@ -169,8 +152,6 @@ def test_stages_cover_the_cells_that_they_were_merged_from(size, patch):
     saliency = explainer.explain(image, method="gradcam")
     assert saliency.placement.area(saliency.grid.shape)[2:] == tuple(32 * count for count in saliency.grid.shape[::-1])
     # A coarse token's weight goes to the fine tokens that it was merged from, in equal parts.
-    from vitflow.methods.staged_rollout import carry
-
     top, fine = trace.layers[-1].tokens.queries, trace.layers[0].tokens.queries
     weights = torch.rand(1, top.num_tokens)
     literal = torch.zeros(fine.rows, fine.cols)
@@ -181,8 +162,6 @@ def test_stages_cover_the_cells_that_they_were_merged_from(size, patch):
 
 
 def test_the_fine_cell_at_the_padded_edge_is_its_coarse_cell():
-    from vitflow.methods.staged_rollout import carry
-
     fine = TokenLayout(0, 1, 3, extent=(Span(0, 4, 0, 4), Span(0, 4, 0, 12)))
     coarse = TokenLayout(0, 1, 2, extent=(Span(0, 4, 0, 4), Span(0, 8, 0, 12)))
     assert carry(torch.tensor([[4.0, 8.0]]), coarse, fine).tolist() == [[2, 2, 8]]
@@ -214,11 +193,3 @@ def test_uniform_attention_is_a_uniform_map_through_padded_strided_convolutions(
     actual = explainer.explain(image, method="rollout", preset="paper")
     assert actual.placement.extent is None
     np.testing.assert_allclose(actual.grid, actual.grid.mean(), rtol=1e-4)
-
-
-def test_a_refused_layout_names_the_remedy():
-    model = Changed(vit(img_size=64), lambda x: x.mT)
-    with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"):
-        Explainer(model, data_config={**CONFIG, "input_size": (3, 64, 64)}).explain(
-            np.zeros((64, 64, 3), np.uint8), method="rollout"
-        )

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.models.test_libraries import built
+from tests.small import Custom
 from vitflow import Explainer, record_attention
 from vitflow.errors import ValueNormsError, VitflowWarning
 
@@ -37,15 +39,23 @@ def matrices(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, WIDTH, generator=random) / 6, torch.randn(WIDTH, 4, generator=random) / 6
 
 
-class Around(nn.Module):
+def scales(index: int) -> Tensor:
+    return matrices(index)[0].flatten()[:WIDTH] + 1
+
+
+def around(base: nn.Module, before=lambda x: x, after=lambda x, given: x) -> nn.Module:
     """A projection with something before and after it, as in the wrapper of an adapter library."""
+    return Custom(lambda self, x: after(self.base_layer(before(x)), x), base_layer=base)
 
-    def __init__(self, base: nn.Module, before=lambda x: x, after=lambda x, given: x) -> None:
-        super().__init__()
-        self.base_layer, self.before, self.after = base, before, after
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.base_layer(self.before(x)), x)
+def lora_wrapper(layer: nn.Linear, index: int) -> nn.Module:
+    down, up = matrices(index)
+    return around(layer, after=lambda output, given: output + given @ down.T @ up.T)
+
+
+def hooked(layer: nn.Module, function) -> nn.Module:
+    layer.register_forward_pre_hook(lambda module, args: (function(args[0]),))
+    return layer
 
 
 def lora_hook(layer: nn.Linear, index: int) -> nn.Module:
@@ -60,60 +70,12 @@ def lora_method(layer: nn.Linear, index: int) -> nn.Module:
     return layer
 
 
-def lora_wrapper(layer: nn.Linear, index: int) -> nn.Module:
-    down, up = matrices(index)
-    return Around(layer, after=lambda output, given: output + given @ down.T @ up.T)
-
-
-def merged_lora(layer: nn.Linear, index: int) -> None:
-    down, up = matrices(index)
-    layer.weight += up @ down
-
-
-def scales(index: int) -> Tensor:
-    return matrices(index)[0].flatten()[:WIDTH] + 1
-
-
-def scaled_input(layer: nn.Linear, index: int) -> nn.Module:
-    layer.register_forward_pre_hook(lambda module, args: (args[0] * scales(index),))
-    return layer
-
-
-def merged_input(layer: nn.Linear, index: int) -> None:
-    layer.weight *= scales(index)
-
-
-def layer_scale(layer: nn.Linear, index: int) -> nn.Module:
-    return nn.Sequential(layer, Around(nn.Dropout().eval(), after=lambda output, given: output * scales(index)))
-
-
-def merged_scale(layer: nn.Linear, index: int) -> None:
-    layer.weight *= scales(index)[:, None]
-    layer.bias *= scales(index)
-
-
 def weight_decomposed(layer: nn.Linear, index: int) -> nn.Module:
     """DoRA: the rows of weight and update have lengths of their own."""
     down, up = matrices(index)
     weight = layer.weight.detach() + up @ down
     factor = 2 / weight.norm(dim=1)
-    return Around(
-        layer,
-        after=lambda output, given: (output - layer.bias + given @ down.T @ up.T) * factor + layer.bias,
-    )
-
-
-def merged_decomposed(layer: nn.Linear, index: int) -> None:
-    merged_lora(layer, index)
-    layer.weight *= 2 / layer.weight.norm(dim=1, keepdim=True)
-
-
-def bias_adapter(layer: nn.Linear, index: int) -> nn.Module:
-    return Around(layer, after=lambda output, given: output + scales(index))
-
-
-def merged_bias(layer: nn.Linear, index: int) -> None:
-    layer.bias += scales(index)
+    return around(layer, after=lambda out, given: (out - layer.bias + given @ down.T @ up.T) * factor + layer.bias)
 
 
 def normed(layer: nn.Linear, index: int) -> nn.Module:
@@ -123,48 +85,59 @@ def normed(layer: nn.Linear, index: int) -> nn.Module:
     return layer
 
 
-def merged_norm(layer: nn.Linear, index: int) -> None:
-    layer.weight *= 1 + index
-
-
-def parametrized(layer: nn.Linear, index: int) -> nn.Module:
-    return parametrizations.weight_norm(layer)
-
-
-def unchanged(layer: nn.Linear, index: int) -> None:
-    pass
+def merge(layer: nn.Linear, index: int, kind: str) -> None:
+    """Change the weights as the adapter of a kind does."""
+    down, up = matrices(index)
+    if "LoRA" in kind:
+        layer.weight += up @ down
+    if "decomposed" in kind:
+        layer.weight *= 2 / layer.weight.norm(dim=1, keepdim=True)
+    elif kind == "weight norm by hook":
+        layer.weight *= 1 + index
+    elif "input" in kind:
+        layer.weight *= scales(index)
+    elif "layer scale" in kind:
+        layer.weight *= scales(index)[:, None]
+        layer.bias *= scales(index)
+    elif "bias" in kind:
+        layer.bias += scales(index)
 
 
 ADAPTERS = {
-    "LoRA by hook": (lora_hook, merged_lora),
-    "LoRA by a replaced method": (lora_method, merged_lora),
-    "LoRA by a wrapper": (lora_wrapper, merged_lora),
-    "weight-decomposed LoRA": (weight_decomposed, merged_decomposed),
-    "a hook that scales the input": (scaled_input, merged_input),
-    "layer scale and dropout behind it": (layer_scale, merged_scale),
-    "bias adapter": (bias_adapter, merged_bias),
-    "weight norm by hook": (normed, merged_norm),
-    "weight norm by parametrization": (parametrized, unchanged),
+    "LoRA by hook": lora_hook,
+    "LoRA by a replaced method": lora_method,
+    "LoRA by a wrapper": lora_wrapper,
+    "weight-decomposed LoRA": weight_decomposed,
+    "a hook that scales the input": lambda layer, index: hooked(layer, lambda x: x * scales(index)),
+    "layer scale and dropout behind it": lambda layer, index: nn.Sequential(
+        layer, around(nn.Dropout().eval(), after=lambda output, given: output * scales(index))
+    ),
+    "bias adapter": lambda layer, index: around(layer, after=lambda output, given: output + scales(index)),
+    "weight norm by hook": normed,
+    "weight norm by parametrization": lambda layer, index: parametrizations.weight_norm(layer),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapted_and_merged_projections_have_equal_maps(kind):
-    adapt, merge = ADAPTERS[kind]
-    adapted, merged = model_of(), model_of()
-    with torch.no_grad():
-        for index, (one, other) in enumerate(zip(adapted.blocks, merged.blocks, strict=True)):
-            merge(other.attn.proj, index)
-            one.attn.proj = adapt(one.attn.proj, index)
-        torch.testing.assert_close(adapted(pixels()), merged(pixels()), rtol=1e-4, atol=1e-5)
+def check_maps(adapted: nn.Module, merged: nn.Module, count: int) -> None:
     expected, actual = (
-        Explainer(model, data_config=DATA).explain_batch(pixels(2), methods=METHODS, targets=3)
+        Explainer(model, data_config=DATA).explain_batch(pixels(count), methods=METHODS, targets=3)
         for model in (merged, adapted)
     )
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.options["value_weighted"] == theirs.options["value_weighted"] != False  # noqa: E712
         np.testing.assert_allclose(ours.grid, theirs.grid, rtol=0, atol=1e-4 * theirs.grid.max())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapted_and_merged_projections_have_equal_maps(kind):
+    adapted, merged = model_of(), model_of()
+    with torch.no_grad():
+        for index, (one, other) in enumerate(zip(adapted.blocks, merged.blocks, strict=True)):
+            merge(other.attn.proj, index, kind)
+            one.attn.proj = ADAPTERS[kind](one.attn.proj, index)
+        torch.testing.assert_close(adapted(pixels()), merged(pixels()), rtol=1e-4, atol=1e-5)
+    check_maps(adapted, merged, 2)
 
 
 def test_a_hook_that_only_watches_is_not_called_more_often():
@@ -181,27 +154,21 @@ def test_a_hook_that_only_watches_is_not_called_more_often():
     torch.testing.assert_close(actual, expected)
 
 
-class Counting(Around):
-    """An adapter that draws random numbers, counts its calls and updates a buffer."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__(base)
-        self.calls, self.shapes = 0, []
-        self.register_buffer("largest", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.shapes.append(tuple(x.shape))
-        torch.rand(7)
-        self.largest = torch.maximum(self.largest, x.detach().abs().max())
-        return 3 * self.base_layer(x)
+def count(self: nn.Module, x: Tensor) -> Tensor:
+    """The forward pass of an adapter that draws random numbers, counts its calls and updates a buffer."""
+    self.calls += 1
+    self.shapes.append(tuple(x.shape))
+    torch.rand(7)
+    self.largest = torch.maximum(self.largest, x.detach().abs().max())
+    return 3 * self.base_layer(x)
 
 
 def test_measuring_a_projection_restores_its_counters_buffers_and_the_random_state():
     model, twin = model_of(), model_of()
     for each in (model, twin):
         for block in each.blocks:
-            block.attn.proj = Counting(block.attn.proj)
+            block.attn.proj = Custom(count, base_layer=block.attn.proj, calls=0, shapes=[])
+            block.attn.proj.register_buffer("largest", torch.zeros(()))
     torch.manual_seed(5)
     with torch.no_grad():
         twin(pixels())
@@ -242,21 +209,17 @@ def test_an_int8_projection_is_weighted_by_its_rounded_weights():
         torch.testing.assert_close(layer.values.projection, block.attn.proj.weight().dequantize(), rtol=0.02, atol=1e-3)
 
 
-def relu_before(layer: nn.Linear) -> nn.Module:
-    return Around(layer, before=torch.relu)
-
-
-def bottleneck(layer: nn.Linear) -> nn.Module:
-    down, up = matrices(0)
-    return Around(layer, after=lambda output, given: output + (given @ down.T).relu() @ up.T)
-
-
-def relu_hook(layer: nn.Linear) -> nn.Module:
-    layer.register_forward_pre_hook(lambda module, args: args[0].relu())
-    return layer
-
-
-@pytest.mark.parametrize("wrap", [relu_before, bottleneck, relu_hook])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda layer: around(layer, before=torch.relu),
+        lambda layer: around(
+            layer, after=lambda output, given: output + (given @ matrices(0)[0].T).relu() @ matrices(0)[1].T
+        ),
+        lambda layer: hooked(layer, torch.relu),
+    ],
+    ids=["before", "after", "hook"],
+)
 def test_a_nonlinear_projection_switches_the_weighting_off_until_it_is_removed(wrap):
     model, runs = model_of(), []
     model.register_forward_pre_hook(lambda *_: runs.append(len(runs)))
@@ -321,25 +284,14 @@ def test_a_method_that_changes_the_output_of_the_projection_switches_the_weighti
     assert any("switched off" in str(each.message) for each in caught) == (kind != "same")
 
 
-class Ignored(nn.modules.linear.NonDynamicallyQuantizableLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("nn.MultiheadAttention uses the weight itself")
-
-
-class OfTorch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor, **_: object) -> Tensor:
+def test_a_projection_that_does_not_run_has_its_weight_used():
+    def attend(self: nn.Module, x: Tensor, **_: object) -> Tensor:
         return self.inner(x, x, x, need_weights=False)[0]
 
-
-def test_a_projection_that_does_not_run_has_its_weight_used():
     model = model_of()
     for block in model.blocks:
-        block.attn = OfTorch()
-        block.attn.inner.out_proj.__class__ = Ignored
+        block.attn = Custom(attend, inner=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+        block.attn.inner.out_proj.register_forward_hook(Mock(side_effect=AssertionError("uses the weight itself")))
     with record_attention(model, values=True) as trace, torch.no_grad():
         model(pixels())
     for block, layer in zip(model.blocks, trace.layers, strict=True):
@@ -375,11 +327,4 @@ def test_an_adapter_of_peft_is_explained_as_if_merged():
     peft = pytest.importorskip("peft")
     options = {"r": 4, "target_modules": ["proj"], "init_lora_weights": False, "lora_dropout": 0.1}
     adapted = peft.get_peft_model(model_of(), peft.LoraConfig(**options)).eval()
-    merged = copy.deepcopy(adapted).merge_and_unload()
-    expected, actual = (
-        Explainer(model, data_config=DATA).explain_batch(pixels(), methods=METHODS, targets=3)
-        for model in (merged, adapted)
-    )
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.options["value_weighted"] == theirs.options["value_weighted"] != False  # noqa: E712
-        np.testing.assert_allclose(ours.grid, theirs.grid, rtol=0, atol=1e-4 * theirs.grid.max())
+    check_maps(adapted, copy.deepcopy(adapted).merge_and_unload(), 1)

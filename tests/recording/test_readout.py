@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods import TokenLayout
@@ -26,14 +27,6 @@ def timm_vit(**options) -> nn.Module:
     torch.manual_seed(0)
     chosen = {"num_classes": 5, "img_size": SIZE, "depth": 3, "embed_dim": 48, "num_heads": 3} | options
     return jitter(timm.create_model("vit_tiny_patch16_224", **chosen))
-
-
-def jitter(model: nn.Module) -> nn.Module:
-    """Attention, norms and heads far from uniform."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-    return model.eval()
 
 
 class Around(nn.Module):
@@ -147,17 +140,8 @@ def test_the_readout_equals_a_separate_autograd_computation(build, path, words):
 
 @pytest.mark.parametrize("token", [0, 1])
 def test_a_head_on_one_token_of_a_distilled_model_starts_at_that_token(token):
-    class Probe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = jitter(
-                timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, depth=2, num_classes=5)
-            )
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.backbone.head(self.backbone.forward_features(images)[:, token])
-
-    model = Probe()
+    backbone = jitter(timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, depth=2, num_classes=5))
+    model = Custom(lambda self, x: self.backbone.head(self.backbone.forward_features(x)[:, token]), backbone=backbone)
     with record_attention(model, gradients=True) as trace:
         model(pixels())
     assert trace.pooling == ("class token", "gradient of the output")[token]
@@ -165,17 +149,12 @@ def test_a_head_on_one_token_of_a_distilled_model_starts_at_that_token(token):
 
 
 def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
-    class Region(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = timm_vit(class_token=False, global_pool="map")
+    def region_of(model: nn.Module, images: Tensor) -> Tensor:
+        tokens = model.tower.forward_features(images)
+        model.tower.forward_head(tokens)
+        return tokens[:, 5, :7]
 
-        def forward(self, images: Tensor) -> Tensor:
-            tokens = self.tower.forward_features(images)
-            self.tower.forward_head(tokens)
-            return tokens[:, 5, :7]
-
-    model = Region()
+    model = Custom(region_of, tower=timm_vit(class_token=False, global_pool="map"))
     with record_attention(model, gradients=True) as trace:
         model(pixels())
     assert trace.pooling == "gradient of the output"
@@ -183,27 +162,15 @@ def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
 
 
 def test_an_custom_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
-    """Today's guess from the class token gave gae maps that correlated 0.19."""
-
-    class Mean(nn.Module):
-        def __init__(self, backbone: nn.Module) -> None:
-            super().__init__()
-            self.backbone = backbone
-
-        def forward(self, images: Tensor) -> Tensor:
-            tokens = self.backbone.forward_features(images)[:, 1:].mean(dim=1)
-            return self.backbone.head(self.backbone.fc_norm(tokens))
+    def mean(model: nn.Module, images: Tensor) -> Tensor:
+        return model.vit.head(model.vit.fc_norm(model.vit.forward_features(images)[:, 1:].mean(dim=1)))
 
     model = timm_vit(global_pool="avg")
-    entry, timms = (Explainer(one, data_config=CONFIG) for one in (Mean(model), model))
-    options = {"masks": 32, "refine": 0}
-    for method in [*QUICK, "gradcam", "input_gradient", "occlusion", "sampling", "consensus"]:
-        used = {
-            name: value for name, value in options.items() if name == "refine" or method in ("sampling", "consensus")
-        }
-        if method == "consensus":
-            used.pop("refine")
-        first, second = (one.explain(photo(), method=method, target=2, **used) for one in (entry, timms))
+    entry, timms = (Explainer(one, data_config=CONFIG) for one in (Custom(mean, vit=model), model))
+    used = {name: {"refine": 0} for name in [*QUICK, "gradcam", "input_gradient", "occlusion"]}
+    used |= {"sampling": {"masks": 32, "refine": 0}, "consensus": {"masks": 32}}
+    for method, options in used.items():
+        first, second = (one.explain(photo(), method=method, target=2, **options) for one in (entry, timms))
         np.testing.assert_allclose(first.grid, second.grid, rtol=1e-5, atol=1e-5 * np.abs(second.grid).max())
 
 
@@ -225,28 +192,21 @@ def test_maps_of_two_regions_start_at_their_patches():
     assert "Readout: 4 patches, from the gradient of the output." in [*top._notes()]
 
 
-def test_an_ordinary_question_has_the_map_of_before_and_runs_the_model_once():
-    model = timm_vit()
+@pytest.mark.parametrize(
+    ("build", "below", "words"),
+    [(timm_vit, "", "class token"), (lambda: Around(region), "backbone.", "4 patches, from")],
+)
+def test_a_readout_costs_one_pass_with_gradients_in_the_head_alone(build, below, words):
+    model = build()
     explainer = Explainer(model, data_config=CONFIG)
     explainer.explain(photo(), method="rollout")
-    passes = []
-    model.register_forward_hook(lambda module, args, output: passes.append(output.requires_grad))
-    actual = explainer.explain(photo(1), method="rollout")
-    assert passes == [True]  # the head alone has gradients
-    assert actual.facts["readout"] == "class token" and not actual.class_specific
-
-
-def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone():
-    model = Around(region)
-    explainer = Explainer(model, data_config=CONFIG)
-    explainer.explain(photo(), method="rollout")
-    seen = []
-    for path in ("backbone.blocks.2.mlp", "backbone.norm", ""):
+    seen, paths = [], (f"{below}blocks.2.mlp", f"{below}norm", "")
+    for path in paths:
         model.get_submodule(path).register_forward_hook(
             lambda module, args, output, path=path: seen.append((path, output.requires_grad))
         )
-    explainer.explain(photo(1), method="rollout")
-    assert seen == [("backbone.blocks.2.mlp", False), ("backbone.norm", True), ("", True)]
+    assert explainer.explain(photo(1), method="rollout").facts["readout"].startswith(words)
+    assert seen == list(zip(paths, (False, True, True), strict=True))
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert torch.is_grad_enabled()
 
@@ -372,15 +332,14 @@ def test_a_head_that_reads_the_image_or_passes_around_blocks_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"directly from the image.*readout="):
         Explainer(Several(WEIGHTS, also=shortcut), data_config=CONFIG).explain(photo(), method="rollout")
 
-    class LongSkip(Several):
-        def forward(self, images: Tensor) -> Tensor:
-            tokens, kept = self.backbone._pos_embed(self.backbone.patch_embed(images)), []
-            for index, block in enumerate(self.backbone.blocks):
-                tokens = block(tokens if index < 2 else tokens + kept[0])
-                kept.append(tokens)
-            return self.probe(sum(tokens.mean(dim=1) for tokens in kept))
+    def long_skip(model: nn.Module, images: Tensor) -> Tensor:
+        tokens, kept = model.vit._pos_embed(model.vit.patch_embed(images)), []
+        for index, block in enumerate(model.vit.blocks):
+            tokens = block(tokens if index < 2 else tokens + kept[0])
+            kept.append(tokens)
+        return model.vit.head(sum(tokens.mean(dim=1) for tokens in kept))
 
-    explainer = Explainer(LongSkip([1.0] * 3), data_config=CONFIG)
+    explainer = Explainer(Custom(long_skip, vit=timm_vit()), data_config=CONFIG)
     with pytest.raises(UnsupportedModelError, match=r"skip connections around.*readout="):
         explainer.explain(photo(), method="gae")
     assert np.isfinite(explainer.explain(photo(), method="gradcam").grid).all()
@@ -436,19 +395,12 @@ def test_another_head_is_observed_anew():
 
 
 def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
-    class Frozen(Around):
-        def forward(self, images: Tensor) -> Tensor:
-            with torch.no_grad():
-                tokens = self.backbone.forward_features(images)
-            return self.probe(self.pool(tokens))
-
-    model = Frozen(region)
-    actual = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
-    assert actual.facts["readout"].startswith("4 patches")
-    checkpointed = Around(region)
+    frozen, checkpointed = Around(region), Around(region)
+    frozen.backbone.forward_features = torch.no_grad()(frozen.backbone.forward_features)
     checkpointed.backbone.set_grad_checkpointing(True)
-    actual = Explainer(checkpointed, data_config=CONFIG).explain(photo(), method="rollout")
-    assert actual.facts["readout"].startswith("4 patches")
+    for model in (frozen, checkpointed):
+        actual = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
+        assert actual.facts["readout"].startswith("4 patches")
 
 
 def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
@@ -475,28 +427,15 @@ def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
         assert np.isfinite(explainer.explain(photo(), method=method, target=0).grid).all()
 
 
-class Changed(nn.Module):
+def changed(*changes, size: int = SIZE) -> nn.Module:
     """A user's module that changes its input before the model, and combines the outputs of several runs."""
-
-    def __init__(self, *changes, size: int = SIZE) -> None:
-        super().__init__()
-        self.model, self.changes = timm_vit(img_size=size), changes
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([self.model(change(images)) for change in self.changes]).mean(dim=0)
-
-
-def same(images: Tensor) -> Tensor:
-    return images
-
-
-def mirrored(images: Tensor) -> Tensor:
-    return images.flip(-1)
+    runs = lambda model, images: torch.stack([model.model(change(images)) for change in changes])  # noqa: E731
+    return Custom(lambda model, images: runs(model, images).mean(dim=0), model=timm_vit(img_size=size))
 
 
 MISPLACING = {
-    "flip": lambda: (Changed(mirrored), None),
-    "transposition": lambda: (Changed(lambda images: images.mT), None),
+    "flip": lambda: (changed(lambda images: images.flip(-1)), None),
+    "transposition": lambda: (changed(lambda images: images.mT), None),
     "prefix that is a suffix": lambda: (timm_vit(), TokenLayout(0, 4, 4, 1)),
     "other grid": lambda: (timm_vit(), TokenLayout(1, 2, 8)),
     "more prefix tokens": lambda: (timm_vit(), TokenLayout(5, 3, 4)),
@@ -518,7 +457,7 @@ def test_tokens_that_are_not_the_patches_of_the_layout_have_no_map(build):
 
 
 def test_resized_tokens_keep_their_places():
-    model = Changed(lambda images: nn.functional.interpolate(images, (32, 32)), size=32)
+    model = changed(lambda images: nn.functional.interpolate(images, (32, 32)), size=32)
     explainer = Explainer(model, data_config=CONFIG)
     inner = Explainer(model.model, data_config=CONFIG | {"input_size": (3, 32, 32)})
     input = explainer.pixels(photo())
@@ -529,7 +468,7 @@ def test_resized_tokens_keep_their_places():
 
 
 def test_a_mean_over_several_runs_of_a_model_has_no_map_of_a_single_run():
-    explainer = Explainer(Changed(same, mirrored), data_config=CONFIG)
+    explainer = Explainer(changed(torch.clone, lambda images: images.flip(-1)), data_config=CONFIG)
     for method in ["rollout", "attention", "flow", "gradient_rollout", "gae"]:
         with pytest.raises(UnsupportedModelError, match=r"by several runs of its blocks"):
             explainer.explain(photo(), method=method)
@@ -539,43 +478,34 @@ def test_a_mean_over_several_runs_of_a_model_has_no_map_of_a_single_run():
 
 
 def test_an_output_that_bypasses_every_block_is_refused():
-    class Bypass(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.other = timm_vit(), jitter(nn.Linear(3, 5))
+    def both(model: nn.Module, images: Tensor) -> Tensor:
+        return model.model(images) + model.other(images.mean(dim=(2, 3)))
 
-        def forward(self, images: Tensor) -> Tensor:
-            return self.model(images) + self.other(images.mean(dim=(2, 3)))
-
-    with pytest.raises(UnsupportedModelError, match=r"directly from the image, bypassing its blocks"):
-        Explainer(Bypass(), data_config=CONFIG).explain(photo(), method="gae")
+    model = Custom(both, model=timm_vit(), other=jitter(nn.Linear(3, 5)))
+    with pytest.raises(UnsupportedModelError, match="directly from the image, bypassing"):
+        Explainer(model, data_config=CONFIG).explain(photo(), method="gae")
 
 
-class Pruned(nn.Module):
+def pruned(kept: int | None) -> nn.Module:
     """A model that keeps some patches after its first block, as EViT does, or merges them in a coarser grid."""
 
-    def __init__(self, kept: int | None) -> None:
-        super().__init__()
-        self.model, self.kept = timm_vit(), kept
-
-    def forward(self, images: Tensor) -> Tensor:
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
         model, first = self.model, self.model.num_prefix_tokens
         tokens = model.blocks[0](model.norm_pre(model._pos_embed(model.patch_embed(images))))
         prefix, patches = tokens[:, :first], tokens[:, first:]
-        if self.kept is None:
+        if kept is None:
             patches = nn.functional.avg_pool2d(patches.mT.unflatten(2, (4, 4)), 2).flatten(2).mT
         else:
-            chosen = patches.norm(dim=-1).topk(self.kept, dim=1).indices.sort(dim=1).values
+            chosen = patches.norm(dim=-1).topk(kept, dim=1).indices.sort(dim=1).values
             patches = patches.gather(1, chosen.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
-        tokens = torch.cat([prefix, patches], dim=1)
-        for block in model.blocks[1:]:
-            tokens = block(tokens)
-        return model.head(model.norm(tokens)[:, 0])
+        return model.head(model.norm(model.blocks[1:](torch.cat([prefix, patches], dim=1)))[:, 0])
+
+    return Custom(compute, model=timm_vit())
 
 
 @pytest.mark.parametrize("kept", [4, 8, 9, 12])
 def test_a_number_of_kept_tokens_that_fits_a_grid_is_no_grid(kept):
-    explainer = Explainer(Pruned(kept), data_config=CONFIG)
+    explainer = Explainer(pruned(kept), data_config=CONFIG)
     for method in ("rollout", "gae"):
         with pytest.raises(UnsupportedModelError, match=r"(no pixel|another order).*at model\.blocks\.1"):
             explainer.explain(photo(), method=method)
@@ -585,26 +515,15 @@ def test_a_number_of_kept_tokens_that_fits_a_grid_is_no_grid(kept):
 
 
 def test_merged_tokens_are_a_coarser_grid():
-    explainer = Explainer(Pruned(None), data_config=CONFIG)
+    explainer = Explainer(pruned(None), data_config=CONFIG)
     assert explainer.explain(photo(), method="rollout").grid.shape == (4, 4)
     assert explainer.explain(photo(), method="gradcam").grid.shape == (2, 2)
 
 
 def test_a_model_that_changes_its_input_in_place_has_the_maps_of_one_that_does_not():
-    class InPlace(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images: Tensor) -> Tensor:
-            images -= 0.25
-            images /= 0.5
-            return self.model(images)
-
-    model = timm_vit()
     inputs = pixels().clamp(-1, 1)
-    first = Explainer(InPlace(model), data_config=CONFIG)
-    second = Explainer(Changed(lambda images: (images - 0.25) / 0.5), data_config=CONFIG)
+    first = Explainer(changed(lambda images: images.sub_(0.25).div_(0.5)), data_config=CONFIG)
+    second = Explainer(changed(lambda images: (images - 0.25) / 0.5), data_config=CONFIG)
     for method in [*QUICK, "gradcam", "input_gradient", "occlusion", "sampling"]:
         options = {"masks": 16} if method == "sampling" else {}
         for one, other in zip(
@@ -616,16 +535,11 @@ def test_a_model_that_changes_its_input_in_place_has_the_maps_of_one_that_does_n
 
 
 def test_a_readout_is_observed_again_after_a_setting_has_changed():
-    class Selected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.token = timm_vit(), 0
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.model.head(self.model.forward_features(images)[:, self.token])
+    def selected(model: nn.Module, images: Tensor) -> Tensor:
+        return model.model.head(model.model.forward_features(images)[:, model.token])
 
     token = 0
-    by_setting = Selected()
+    by_setting = Custom(selected, model=timm_vit(), token=0)
     by_variable = Around(lambda tokens: tokens)
     first = Explainer(by_setting, data_config=CONFIG)
     second = Explainer(by_variable, data_config=CONFIG, outputs=lambda output: output[:, token])
@@ -639,32 +553,22 @@ def test_a_readout_is_observed_again_after_a_setting_has_changed():
 
 
 def test_a_second_run_on_a_selected_part_of_the_image_has_no_map_of_both_runs():
-    class Zooming(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = timm_vit()
+    def zoomed(self: nn.Module, images: Tensor) -> Tensor:
+        corner = int(self.model(images).detach().argmax()) % 2 * 16
+        part = images[..., corner : corner + 48, :48]
+        return self.model(nn.functional.interpolate(part, (SIZE, SIZE)))
 
-        def forward(self, images: Tensor) -> Tensor:
-            corner = int(self.model(images).detach().argmax()) % 2 * 16
-            part = images[..., corner : corner + 48, :48]
-            return self.model(nn.functional.interpolate(part, (SIZE, SIZE)))
-
-    explainer = Explainer(Zooming(), data_config=CONFIG)
+    explainer = Explainer(Custom(zoomed, model=timm_vit()), data_config=CONFIG)
     for method in ("rollout", "gae"):
         with pytest.raises(UnsupportedModelError, match="by several runs of its blocks|do not depend on the recorded"):
             explainer.explain(photo(), method=method)
 
 
 def test_a_stack_of_blocks_that_runs_again_on_its_output_is_one_model():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = timm_vit()
+    def recurrent(self: nn.Module, images: Tensor) -> Tensor:
+        model = self.model
+        tokens = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+        return model.head(model.norm(model.blocks(model.blocks(tokens)))[:, 0])
 
-        def forward(self, images: Tensor) -> Tensor:
-            model = self.model
-            tokens = model.norm_pre(model._pos_embed(model.patch_embed(images)))
-            return model.head(model.norm(model.blocks(model.blocks(tokens)))[:, 0])
-
-    trace = Explainer(Recurrent(), data_config=CONFIG).record(photo())
+    trace = Explainer(Custom(recurrent, model=timm_vit()), data_config=CONFIG).record(photo())
     assert len(trace.attentions) == 6 and trace.pooling == "class token"

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.small import CUSTOM as TINY
+from tests.small import Custom, jitter
 from vitflow import attention_rollout, record_attention
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError
 from vitflow.methods import TokenLayout
 from vitflow.recording import attending
-
-TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
-
 
 # What releases of timm have added since the oldest that will do.
 KNOWN = inspect.signature(timm.models.vision_transformer.VisionTransformer).parameters
@@ -30,20 +29,12 @@ POOLS = (None, *get_args(KNOWN["global_pool"].annotation))
 
 
 def tiny(**options) -> nn.Module:
+    """A small Vision Transformer with random weights whose attention is far from uniform."""
     newer = options.keys() - KNOWN.keys()
     if newer or options.get("global_pool") not in POOLS:
         pytest.skip(f"this release of timm does not know {options}")
-    """A small Vision Transformer with random weights whose attention is far from uniform."""
     torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**TINY, **options}).eval()
-    return perturb(model)
-
-
-def perturb(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-    return model
+    return jitter(timm.models.vision_transformer.VisionTransformer(**{**TINY, **options}))
 
 
 def literal_attention(model: nn.Module, pixels: Tensor) -> list[Tensor]:
@@ -140,7 +131,7 @@ def test_the_whole_family_is_recorded_as_it_ran(options):
 
 
 def test_a_distilled_model_is_read_out_by_both_of_its_tokens():
-    model = perturb(timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2).eval())
+    model = jitter(timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2))
     with record_attention(model) as trace, torch.no_grad():
         model(torch.randn(1, 3, 32, 32))
     assert trace.layout == TokenLayout(2, 2, 2)
@@ -231,18 +222,11 @@ def test_dynamic_sizes_give_the_grid_of_this_very_pass():
 
 
 def test_keys_and_values_that_all_images_share():
-    class Shares(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.key = torch.nn.Linear(4, 4)
+    def share(module: nn.Module, pixels: Tensor) -> Tensor:
+        tokens = pixels.flatten(2).unsqueeze(1)  # [batch, 1 head, tokens, 4]
+        return F.scaled_dot_product_attention(tokens, module.key(tokens[:1]), tokens[:1]).sum(dim=(1, 2))
 
-        def forward(self, pixels):
-            tokens = pixels.flatten(2).unsqueeze(1)  # [batch, 1 head, tokens, 4]
-            return F.scaled_dot_product_attention(tokens, self.key(tokens[:1]), tokens[:1]).sum(dim=(1, 2))
-
-    torch.manual_seed(0)
-    model, pixels = Shares(), torch.randn(3, 6, 2, 2)
-    model = torch.nn.Sequential(model)
+    model, pixels = nn.Sequential(Custom(share, key=nn.Linear(4, 4))), torch.randn(3, 6, 2, 2)
     with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
         torch.testing.assert_close(model(pixels), model[0](pixels))
     assert trace.attentions[0].shape == (3, 6, 6)
@@ -387,16 +371,7 @@ def test_wrappers_are_looked_through():
     with torch.no_grad(), record_attention(wrapped) as trace:
         wrapped(torch.randn(1, 3, 32, 32))
     assert len(trace.attentions) == 3
-
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = model
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            return self.backbone(pixels)[:, :2]
-
-    outer = Classifier()
+    outer = Custom(lambda self, pixels: self.backbone(pixels)[:, :2], backbone=model)
     with torch.no_grad(), record_attention(outer) as trace:
         outer(torch.randn(1, 3, 32, 32))
     assert trace.layout == TokenLayout(1, 4, 4)
@@ -412,33 +387,26 @@ def test_leaving_without_a_forward_pass_is_no_error_but_reading_is():
 
 
 def test_scripted_models_are_refused():
-    class Linear(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    traced = torch.fx.symbolic_trace(Linear())
     with pytest.raises(UnsupportedModelError, match="scripted, traced or exported"):
-        record_attention(traced)
+        record_attention(torch.fx.symbolic_trace(nn.Linear(2, 2)))
 
 
-class ByHand(nn.Module):
+def checkpointed(reentrant: bool) -> nn.Module:
     """A model that checkpoints its blocks itself."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.vit, self.reentrant = tiny(), reentrant
-
-    def forward(self, images: Tensor) -> Tensor:
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
         tokens = self.vit._pos_embed(self.vit.patch_embed(images))
         for block in self.vit.blocks:
-            tokens = checkpoint(block, tokens, use_reentrant=self.reentrant)
+            tokens = checkpoint(block, tokens, use_reentrant=reentrant)
         return self.vit.forward_head(self.vit.norm(tokens))
+
+    return Custom(compute, vit=tiny())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("kind", ["timm", "reentrant", "not reentrant"])
 def test_gradient_checkpointing_is_refused_with_the_remedy(kind):
-    model = tiny() if kind == "timm" else ByHand(kind == "reentrant")
+    model = tiny() if kind == "timm" else checkpointed(kind == "reentrant")
     expected = r"model\.set_grad_checkpointing\(False\)" if kind == "timm" else "without torch.utils.checkpoint"
     images = torch.randn(1, 3, 32, 32)
     with torch.enable_grad():
@@ -459,28 +427,26 @@ def test_gradient_checkpointing_is_refused_with_the_remedy(kind):
         torch.testing.assert_close(trace.backward(torch.tensor([0])).pixels, images.grad, rtol=1e-4, atol=1e-6)
 
 
-class Custom(nn.Module):
-    """A model of somebody's own, which says nothing of itself."""
+def undeclared(prefix: int) -> nn.Module:
+    """A user's model that declares nothing."""
 
-    def __init__(self, prefix: int) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(3, 24, 8, 8)
-        self.attend = timm.models.vision_transformer.Attention(24, num_heads=2)
-        self.prefix = nn.Parameter(torch.randn(1, prefix, 24))
-
-    def forward(self, pixels: Tensor) -> Tensor:
+    def compute(self: nn.Module, pixels: Tensor) -> Tensor:
         patches = self.embed(pixels).flatten(2).transpose(1, 2)
         return self.attend(torch.cat([self.prefix.expand(len(pixels), -1, -1), patches], dim=1)).mean(1)
 
+    attend = timm.models.vision_transformer.Attention(24, num_heads=2)
+    prefix = nn.Parameter(torch.randn(1, prefix, 24))
+    return Custom(compute, embed=nn.Conv2d(3, 24, 8, 8), attend=attend, prefix=prefix).eval()
+
 
 def test_a_grid_of_the_images_shape_needs_no_telling():
-    with torch.no_grad(), record_attention(Custom(0).eval()) as trace:
+    with torch.no_grad(), record_attention(undeclared(0)) as trace:
         trace.model(torch.randn(1, 3, 32, 40))
     assert trace.layout == TokenLayout(0, 4, 5)
 
 
 def test_a_model_whose_tokens_make_no_grid_is_requested_its_layout():
-    model, pixels = Custom(3).eval(), torch.randn(1, 3, 32, 40)
+    model, pixels = undeclared(3), torch.randn(1, 3, 32, 40)
     with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
         model(pixels)
     with torch.no_grad(), record_attention(model, layout=TokenLayout(3, 4, 5)) as trace:
@@ -506,15 +472,17 @@ def test_recording_on_a_gpu():
     assert trace.attentions[0].is_cuda
 
 
-def test_a_trace_that_nobody_holds_is_freed_at_once():
+def test_a_trace_that_nobody_holds_is_freed_at_once_although_a_copy_was_made_meanwhile():
     model, pixels = tiny(), torch.randn(1, 3, 32, 32)
     gc.disable()
     try:
         with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
             model(pixels)
+            twin = copy.deepcopy(model)
         kept = weakref.ref(trace.attentions[0])
         del trace
         assert kept() is None
+        assert len(twin.blocks[0].attn._forward_hooks) == 1  # which does nothing
     finally:
         gc.enable()
 
@@ -541,46 +509,19 @@ def test_a_copy_made_while_a_model_is_recorded_works_and_is_not_recorded(copied)
     torch.testing.assert_close(copy.deepcopy(twin)(pixels), expected, check_device=False)
 
 
-def test_a_copy_keeps_no_trace_alive():
-    model = tiny()
-    gc.disable()
-    try:
-        with torch.no_grad(), record_attention(model) as trace:
-            model(torch.randn(1, 3, 32, 32))
-            twin = copy.deepcopy(model)
-        kept = weakref.ref(trace.attentions[0])
-        del trace
-        assert kept() is None
-        assert len(twin.blocks[0].attn._forward_hooks) == 1  # which does nothing
-    finally:
-        gc.enable()
-
-
-def compiled_block(model: nn.Module) -> None:
-    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
-
-
-def compiled_attention(model: nn.Module) -> None:
-    model.blocks[1].attn = torch.compile(model.blocks[1].attn, backend="eager")
-
-
-def compiled_in_place(model: nn.Module) -> None:
-    model.blocks[1].compile(backend="eager")
-
-
-def compiled_forward(model: nn.Module) -> None:
-    model.blocks[1].attn.forward = torch.compile(model.blocks[1].attn.forward, backend="eager")
-
-
-@pytest.mark.parametrize(
-    ("compiled", "ran"),
-    [(compiled_block, True), (compiled_attention, False), (compiled_in_place, False), (compiled_forward, False)],
-    ids=lambda way: getattr(way, "__name__", way),
-)
-def test_a_model_with_compiled_parts_is_recorded_as_it_would_be_without(compiled, ran):
+@pytest.mark.parametrize("compiled", ["block", "attention", "block in place", "forward"])
+def test_a_model_with_compiled_parts_is_recorded_as_it_would_be_without(compiled):
     torch.compiler.reset()
     model, plain, pixels = tiny(), tiny(), torch.randn(2, 3, 32, 32)
-    compiled(model)
+    block, ran = model.blocks[1], compiled == "block"
+    if compiled == "block":
+        model.blocks[1] = torch.compile(block, backend="eager")
+    elif compiled == "attention":
+        block.attn = torch.compile(block.attn, backend="eager")
+    elif compiled == "forward":
+        block.attn.forward = torch.compile(block.attn.forward, backend="eager")
+    else:
+        block.compile(backend="eager")
     with torch.no_grad():
         expected = model(pixels) if ran else plain(pixels)
     before = state_of(model)

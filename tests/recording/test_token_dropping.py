@@ -1,5 +1,8 @@
 """Dropping tokens against the model run by hand on the kept ones, and against masks; what cannot drop is refused."""
 
+import functools
+from unittest.mock import Mock
+
 import pytest
 import timm
 import torch
@@ -7,6 +10,7 @@ from timm.models.eva import Eva
 from torch import Tensor, nn
 
 from tests import literal_vit
+from tests.small import Custom, jitter
 from vitflow import Explainer, load_model
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, check_can_drop
@@ -15,14 +19,8 @@ from vitflow.recording import changed_tokens
 from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+disturb = functools.partial(jitter, scale=0.05, by_width=False)
 KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])
-
-
-def disturb(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.eval()
 
 
 def rotating(rope_type: str) -> nn.Module:
@@ -60,15 +58,21 @@ def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"),
-    [("demo", 1), ("test_vit", 1), ("test_vit2", 1), ("test_vit3", 1), ("deit_tiny_distilled_patch16_224", 2)],
+    ("name", "prefix", "options"),
+    [
+        ("demo", 1, {}),
+        ("test_vit", 1, {"dynamic_img_size": True}),
+        ("test_vit3", 1, {}),
+        ("deit_tiny_distilled_patch16_224", 2, {"depth": 3}),
+    ],
 )
-def test_named_models_equal_themselves_run_by_hand(name, prefix):
-    model = load_model("demo") if name == "demo" else disturb(timm.create_model(name))
-    explainer = Explainer(model)
-    layout = check_can_drop(explainer, explainer.spec.size)
+def test_named_models_equal_themselves_run_by_hand(name, prefix, options):
+    model = load_model("demo") if name == "demo" else disturb(timm.create_model(name, **options))
+    explainer = Explainer(model, fit="native") if options.get("dynamic_img_size") else Explainer(model)
+    size = (128, 192) if options.get("dynamic_img_size") else explainer.spec.size
+    layout = check_can_drop(explainer, size)
     assert can_drop_tokens(explainer) and layout.num_prefix_tokens == prefix
-    pixels = torch.randn(1, 3, *explainer.spec.size)
+    pixels = torch.randn(1, 3, *size)
     kept = torch.randperm(layout.num_patches)[:30].reshape(2, 15)
     with torch.no_grad():
         actual = run_on_patches(model, pixels, kept)
@@ -138,24 +142,9 @@ def test_the_image_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
     assert shapes == [(1, 3, 32, 32), *[(2, 4 + 5, 24)] * 3]
 
 
-def test_images_of_other_sizes():
-    model = disturb(timm.create_model("test_vit", dynamic_img_size=True))
-    explainer = Explainer(model, fit="native")
-    assert check_can_drop(explainer, (128, 192)) == TokenLayout(1, 8, 12)
-    pixels, kept = torch.randn(1, 3, 128, 192), [0, 13, 95]
-    with torch.no_grad():
-        actual = run_on_patches(model, pixels, torch.tensor([kept]))
-        torch.testing.assert_close(actual, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
-
-
 def state(model: nn.Module) -> list[object]:
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     return [hooks, [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]]
-
-
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("half way")
 
 
 def test_the_model_is_left_as_it_was_also_after_an_exception():
@@ -173,7 +162,7 @@ def test_the_model_is_left_as_it_was_also_after_an_exception():
 
 def test_a_model_that_fails_half_way_is_left_as_it_was():
     model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    model.blocks[2].mlp = Failing()
+    model.blocks[2].mlp = Custom(Mock(side_effect=RuntimeError("half way")))
     before = state(model)
     with pytest.raises(RuntimeError, match="half way"):
         run_on_patches(model, pixels, KEPT)
@@ -192,13 +181,6 @@ def test_a_model_is_tried_once():
     assert len(passes) == count == 4
 
 
-class Ordered(nn.Module):
-    """A block in which every token is mixed with its neighbour in the sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.roll(1, dims=1)
-
-
 def refused(model: nn.Module, size: int) -> str:
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, size, size)})
     assert not can_drop_tokens(explainer)
@@ -209,7 +191,7 @@ def refused(model: nn.Module, size: int) -> str:
 
 def test_what_depends_on_the_order_of_the_tokens_is_refused():
     model = literal_vit.timm_model()
-    model.blocks[1] = Ordered()
+    model.blocks[1] = Custom(lambda self, x: x + x.roll(1, dims=1))  # every token with its neighbour in the sequence
     assert "depends on the order" in refused(model, 32)
 
 
@@ -261,9 +243,6 @@ def test_wrong_input_is_named():
 
 
 def test_out_of_memory_is_no_verdict(monkeypatch):
-    def exhausted(*args, **options):
-        raise torch.OutOfMemoryError("too small")
-
-    monkeypatch.setattr(changed_tokens, "_run", exhausted)
+    monkeypatch.setattr(changed_tokens, "_run", Mock(side_effect=torch.OutOfMemoryError("too small")))
     with pytest.raises(torch.OutOfMemoryError):
         can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))

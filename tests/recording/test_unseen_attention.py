@@ -1,9 +1,10 @@
 """Attention in every way that a model may compute it: recorded as it is, or refused in one sentence, never left out."""
 
 import copy
+import functools
 import math
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import small
 from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
@@ -22,11 +24,7 @@ HEADS, WIDTH, CLASSES = 3, 48, 5
 def build(**options) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 3}
-    model = timm.create_model("vit_tiny_patch16_224", **{**sizes, "num_classes": CLASSES, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-    return model
+    return small.jitter(timm.create_model("vit_tiny_patch16_224", **{**sizes, "num_classes": CLASSES, **options}))
 
 
 class Custom(nn.Module):
@@ -55,10 +53,6 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights / weights.sum(dim=-1, keepdim=True)) @ v
 
 
-def by_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).log_softmax(dim=-1).exp() @ v
-
-
 def three_axes_in_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q3, k3, v3 = (one.flatten(0, 1) for one in (q, k, v))
     return torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q3, k3).softmax(dim=-1), v3).view(q.shape)
@@ -81,14 +75,10 @@ def script(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
 
 
-def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scripted(*given: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.script(script)(q, k, v)
-
-
-def stray_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q + 0 * q.softmax(dim=-1), k, v, scale=1.0)
+        return torch.jit.script(script)(*given)
 
 
 def stray_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,44 +86,27 @@ def stray_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention @ (v + 0 * v.softmax(dim=-1))
 
 
-def in_keywords(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.matmul(torch.softmax(input=torch.matmul(q, other=k.mT), dim=-1), other=v)
-
-
-def in_more_keywords(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v)
-
-
-def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (k @ q.mT).softmax(dim=-2).mT @ v
-
-
-def over_queries_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (v.mT @ (k @ q.mT).softmax(dim=-2)).mT
-
-
-def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((q @ k.mT).softmax(dim=-1).flatten(0, 1) @ v.flatten(0, 1)).view(q.shape)
-
-
 RECORDED = {
-    "keywords": in_keywords,
-    "more keywords": in_more_keywords,
-    "a softmax over the queries": over_queries,
-    "the same, transposed": over_queries_turned,
+    "keywords": lambda q, k, v: torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v),
+    "a softmax over the queries": lambda q, k, v: (k @ q.mT).softmax(dim=-2).mT @ v,
+    "the same, transposed": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(dim=-2)).mT,
     "torch._softmax": lambda q, k, v: torch._softmax(q @ k.mT, -1, False) @ v,
     "torch.special.softmax": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
     "torch.ops.aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, scale=1.0),
     "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", (q @ k.mT).softmax(dim=-1), v),
     "einsum of three axes": three_axes_in_einsum,
     "einsum with axes in another order": others_in_einsum,
-    "a view": viewed,
-    "a softmax over features before": stray_before,
+    "a view": lambda q, k, v: ((q @ k.mT).softmax(dim=-1).flatten(0, 1) @ v.flatten(0, 1)).view(q.shape),
+    "a softmax over features before": lambda q, k, v: F.scaled_dot_product_attention(
+        q + 0 * q.softmax(dim=-1), k, v, scale=1.0
+    ),
     "a softmax over features between": stray_within,
 }
+
+
 UNSEEN = {
     "exp and sum": by_hand,
-    "log_softmax": by_logarithm,
+    "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(dim=-1).exp() @ v,
     "flex_attention": flexible,
     "torch.jit.script": scripted,
 }
@@ -146,12 +119,10 @@ def agree(model: nn.Module, pixels: Tensor, layer: int = 2) -> None:
         with record_attention(model) as trace:
             logits = model(pixels)
         with record_attention(build()) as literal:
-            trace_of = literal
-            build_logits = literal.model(pixels)
+            torch.testing.assert_close(literal.model(pixels), plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(build_logits, plain, rtol=1e-4, atol=1e-4)
     assert len(trace.attentions) == 3
-    torch.testing.assert_close(trace.attentions[layer], trace_of.attentions[layer], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(trace.attentions[layer], literal.attentions[layer], rtol=1e-4, atol=1e-5)
     assert trace.readout[0, 0] == 1
 
 
@@ -318,16 +289,11 @@ def test_torchs_module_in_half_precision_and_in_training_is_recorded():
 
 
 def test_torchs_module_without_a_batch_axis_is_recorded_for_one_image():
-    class Unbatched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.MultiheadAttention(WIDTH, HEADS)
-
-        def forward(self, x: Tensor, **options) -> Tensor:
-            return torch.stack([self.inner(one, one, one)[0] for one in x])
+    def unbatched(module: nn.Module, x: Tensor, **options) -> Tensor:
+        return torch.stack([module.inner(one, one, one)[0] for one in x])
 
     model = build()
-    module = model.blocks[2].attn = Unbatched().eval()
+    module = model.blocks[2].attn = small.Custom(unbatched, inner=nn.MultiheadAttention(WIDTH, HEADS)).eval()
     given: list[Tensor] = []
     module.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     trace = run(model, torch.randn(1, 3, 32, 32))
@@ -366,23 +332,14 @@ def test_a_function_of_torch_that_was_wrapped_by_somebody_is_recorded(monkeypatc
     torch.testing.assert_close(trace.attentions, wanted.attentions)
 
 
-def image_by_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([script(*one) for one in zip(q, k, v, strict=True)])
-
-
-def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([script(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))])
-
-
-def in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([script(some, k, v) for some in q.split(5, dim=2)], dim=2)
-
-
-def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([F.scaled_dot_product_attention(some, k, v, scale=1.0) for some in q.split(5, dim=2)], dim=2)
-
-
-@pytest.mark.parametrize("how", [image_by_image, one_by_one])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda q, k, v: torch.stack([script(*one) for one in zip(q, k, v, strict=True)]),
+        lambda q, k, v: torch.cat([script(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))]),
+    ],
+    ids=["stacked", "joined"],
+)
 def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, batch=HEADS):
     model = with_custom(how, blocks=(0, 1, 2))
     agree(model, torch.randn(1, 3, 32, 32))
@@ -391,15 +348,14 @@ def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, bat
             model(torch.randn(batch, 3, 32, 32))
 
 
-@pytest.mark.parametrize("how", [in_chunks, in_fused_chunks])
-def test_queries_in_chunks_are_refused(how, batch=2):
-    model = with_custom(how)
+@pytest.mark.parametrize(
+    "attend", [script, functools.partial(F.scaled_dot_product_attention, scale=1.0)], ids=["by hand", "fused"]
+)
+def test_queries_in_chunks_are_refused(attend, batch=2):
+    model = with_custom(lambda q, k, v: torch.cat([attend(some, k, v) for some in q.split(5, dim=2)], dim=2))
     with pytest.raises(UnsupportedModelError, match=r"Custom \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(batch, 3, 32, 32))
-    model.zero_grad()
-    with torch.no_grad():
-        model(torch.randn(batch, 3, 32, 32))  # still runs
 
 
 def test_two_attentions_of_one_module_are_both_recorded():
@@ -414,23 +370,6 @@ def test_two_attentions_of_one_module_are_both_recorded():
     assert trace.readout[0, 0] == 1
 
 
-class Runs(list):
-    """A list that trials do not restore, as they do not know its type."""
-
-
-class Counting(nn.Module):
-    """A part of a model that counts how often it runs, and keeps what it ran on, as many modules do."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.runs, self.kept = inner, Runs(), None
-
-    def forward(self, x: Tensor, **options) -> Tensor:
-        self.runs.append(len(x))
-        self.kept = x.detach()
-        return self.inner(x)
-
-
 def run(model: nn.Module, pixels: Tensor, **options):
     with torch.no_grad(), record_attention(model, **options) as trace:
         model(pixels)
@@ -439,32 +378,34 @@ def run(model: nn.Module, pixels: Tensor, **options):
 
 def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
     model, pixels = build(), torch.randn(3, 3, 32, 32)
-    counting = model.norm_pre = Counting(nn.Identity())
+    runs = type("Runs", (list,), {})()  # which trials do not restore, as they do not know its type
+
+    def count(module: nn.Module, x: Tensor) -> Tensor:
+        runs.append(len(x))
+        module.kept = x.detach()
+        return x
+
+    counting = model.norm_pre = small.Custom(count, kept=None)
     for options in ({}, {"head_fusion": "mean"}, {"fusions": [("mean", False)], "residual": 0.5}, {"gradients": True}):
         with record_attention(model, **options) as trace:
             model(pixels)
         assert trace.refusal is None
-    assert counting.runs == [3, 3, 1, 3, 3, 3]
+    assert runs == [3, 3, 1, 3, 3, 3]
     assert len(counting.kept) == 3  # of the recorded pass, not of the probe
     model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
     assert "blocks.1.attn" in run(model, pixels).refusal
-    assert counting.runs[6:] == [3, 3, 3, 1]  # found in a few tokens, confirmed in all; and the place of its tokens
-    model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
+    assert runs[6:] == [3, 3, 3, 1]  # found in a few tokens, confirmed in all; and the place of its tokens
+    model.blocks[1].attn.how = RECORDED["keywords"]  # no module was replaced, but more is seen
     assert run(model, pixels).refusal is None
 
 
 @pytest.mark.parametrize(("change", "width"), [("load_state_dict", 48), ("through .data", 144)])  # 144 fits a grid, too
 def test_mixing_that_new_weights_switch_on_is_refused(change, width):
-    class Gated(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block, self.gate = block, nn.Parameter(torch.zeros(1))
-
-        def forward(self, tokens, **_):
-            return self.block(tokens) + self.gate * tokens.cumsum(dim=1)
+    def gated(module: nn.Module, tokens: Tensor) -> Tensor:
+        return module.block(tokens) + module.gate * tokens.cumsum(dim=1)
 
     model, pixels = build(embed_dim=width), torch.randn(2, 3, 32, 32)
-    model.blocks[1] = Gated(model.blocks[1])
+    model.blocks[1] = small.Custom(gated, block=model.blocks[1], gate=nn.Parameter(torch.zeros(1)))
     assert run(model, pixels).refusal is None
     if change == "load_state_dict":
         model.load_state_dict(model.state_dict() | {"blocks.1.gate": torch.ones(1)})
@@ -484,15 +425,11 @@ def test_methods_that_need_no_attention_explain_what_is_refused():
         assert explainer.explain(image, method=method, target=1, **options).heatmap.shape == (32, 32)
 
 
-class MixedMlp(nn.Module):
-    """Hands something from each token to all others, beside what its part does."""
+class MixedMlp(small.Custom):
+    """Hands something from each token to all others, in addition to what its part does."""
 
     def __init__(self, inner: nn.Module, how) -> None:
-        super().__init__()
-        self.inner, self.how = inner, how
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.how(x)
+        super().__init__(lambda self, x: self.inner(x) + self.how(x), inner=inner, how=how)
 
 
 def test_mixing_next_to_attention_that_is_seen_is_detected():
@@ -526,12 +463,8 @@ def test_mixing_that_is_known_is_no_unseen_attention(how):
 
 
 def test_tokens_in_another_order_are_no_unseen_attention():
-    class Turned(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, [0, *range(2, 17), 1]]
-
     model = build()
-    model.norm_pre = nn.Sequential(Turned())
+    model.norm_pre = small.Custom(lambda _, x: x[:, [0, *range(2, 17), 1]])
     assert "tokens are in another order" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
@@ -555,7 +488,7 @@ def test_the_probe_holds_in_every_precision(dtype):
 
 def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
     model = build(init_values=1e-5)
-    model.blocks[2].attn = Custom(model.blocks[2].attn, by_logarithm)
+    model.blocks[2].attn = Custom(model.blocks[2].attn, UNSEEN["log_softmax"])
     assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
     swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
     swin.set_input_size(img_size=(56, 56))
@@ -590,18 +523,9 @@ def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
 
 def test_threads_that_probe_one_model_get_the_same():
     good, bad, pixels = build(), with_custom(by_hand), torch.randn(8, 3, 32, 32)
-    wanted = [run(build(), pixels[number : number + 1]).fused() for number in range(8)]
-    actual: list = [None] * 8
-
-    def work(number: int) -> None:
-        entry = pixels[number : number + 1]
-        actual[number] = run(bad, entry).refusal, run(good, entry)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wanted = [run(build(), image[None]).fused() for image in pixels]
+    with ThreadPoolExecutor(8) as pool:
+        actual = list(pool.map(lambda image: (run(bad, image[None]).refusal, run(good, image[None])), pixels))
     for (refusal, trace), layers in zip(actual, wanted, strict=True):
         assert "Custom (blocks.2.attn)" in refusal
         assert trace.refusal is None
@@ -612,20 +536,6 @@ def test_a_model_without_values_is_not_probed():
     with torch.device("meta"):
         model = with_custom(by_hand)
     assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
-
-
-def test_a_model_that_takes_no_second_image_is_explained_as_before():
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.model(x.reshape(1, 3, 32, 32))
-
-    trace = run(One(), torch.randn(1, 3, 32, 32))
-    assert trace.refusal is None
-    assert len(trace.attentions) == 3
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

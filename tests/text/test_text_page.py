@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.text.test_images import ANSWER, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
-from tests.viewer.waiting import until
+from tests.viewer.waiting import until, watched
 from vitflow.text import Generation, Reading, Words, explain_generation, explain_text
 from vitflow.text.view import TextRow
 
@@ -34,26 +35,17 @@ def reading() -> Reading:
 @pytest.fixture(scope="module")
 def opened(browser, tmp_path_factory):
     """Opens a page without a network; what went wrong on it fails the test."""
-    contexts, folder = [], tmp_path_factory.mktemp("texts")
+    folder, numbers = tmp_path_factory.mktemp("texts"), itertools.count()
+    with ExitStack() as windows:
 
-    def show(page, *, address: str = "", width: int = 1200, scheme: str = "light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_offline(True)
-        shown, trouble = context.new_page(), []
-        contexts.append((context, trouble))
-        shown.on("request", lambda one: one.url.startswith(("file:", "data:", "blob:")) or trouble.append(one.url))
-        shown.on("console", lambda message: trouble.append(message.text))
-        shown.on("pageerror", lambda error: trouble.append(str(error)))
-        shown.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
-        path = page.save(folder / f"{len(contexts)}.html")
-        shown.goto(path.as_uri() + address)
-        until(shown, "shares !== null && document.querySelectorAll('.token').length > 0")
-        return shown
+        def show(page, *, address: str = ""):
+            shown = windows.enter_context(watched(browser))
+            shown.context.set_offline(True)
+            shown.goto(page.save(folder / f"{next(numbers)}.html").as_uri() + address)
+            until(shown, "shares !== null && document.querySelectorAll('.token').length > 0")
+            return shown
 
-    yield show
-    for context, trouble in contexts:
-        context.close()
-        assert trouble == []
+        yield show
 
 
 MAP = "word => { const { shape, values } = mapOf(0, word); return [shape, [...values]]; }"

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import vitflow
-from tests.viewer.waiting import until
+from tests.viewer.waiting import until, watched
 from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
 from vitflow.demo import sample_images
@@ -53,29 +53,20 @@ def place(tmp_path_factory, explainer) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(browser, place):
-    """The open page, without a network, and what went wrong on it."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light", accept_downloads=True)
-    context.set_offline(True)
-    page, trouble = context.new_page(), []
-    page.on(
-        "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or trouble.append(request.url)
-    )
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
-    page.goto((place / "page.html").as_uri())
-    yield page, trouble
-    context.close()
+    """The open page, without a network."""
+    with watched(browser, 1400) as page:
+        page.context.set_offline(True)
+        page.goto((place / "page.html").as_uri())
+        yield page
 
 
 @pytest.fixture
 def page(opened):
     """The page as it begins; it fails the test where it asks the network, logs an error or opens a dialog."""
-    page, trouble = opened
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("async () => { document.activeElement.blur(); await begin({ map: 'rollout' }); }")
-    yield page
-    assert trouble == []
+    opened.set_viewport_size({"width": 1400, "height": 900})
+    opened.evaluate("async () => { document.activeElement.blur(); await begin({ map: 'rollout' }); }")
+    yield opened
+    assert opened.trouble == []
 
 
 MAP = """async (asked) => {

@@ -11,9 +11,8 @@ import pytest
 
 from tests.folder.test_run import fill, image_bytes, tiny_model
 from tests.references import patch_box
-from tests.viewer.waiting import until
+from tests.viewer.waiting import until, watched
 from vitflow import explain_folder
-from vitflow.errors import OptionError
 from vitflow.folder.draw import read_grids, report_run
 from vitflow.folder.saved import FILE
 from vitflow.images.geometry import Placement, place
@@ -43,16 +42,9 @@ def summary(tmp_path_factory):
 @pytest.fixture
 def page(browser, summary):
     """The open report; it fails the test where the page asks the network, logs an error or opens a dialog."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
-    page, trouble = context.new_page(), []
-    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or trouble.append(request.url))
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
-    page.goto(summary.report.as_uri())
-    yield page
-    context.close()
-    assert trouble == []
+    with watched(browser) as page:
+        page.goto(summary.report.as_uri())
+        yield page
 
 
 def names(page) -> list[str]:
@@ -237,8 +229,3 @@ def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
         db.execute("DELETE FROM rows WHERE position > 2")
         db.commit()
     assert "0.jpg" in report_run(summary.output).read_text()
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="No run in"):
-        report_run(tmp_path)
