@@ -201,10 +201,7 @@ def test_maps_are_logged_without_a_trace_in_the_training(logged):
     assert logged["probabilities/cat.jpg", 1] == expected.score.probability
     exec(callback, names)
     trainer = SimpleNamespace(
-        is_global_zero=True,
-        sanity_checking=False,
-        current_epoch=7,
-        logger=SimpleNamespace(experiment=names["writer"]),
+        is_global_zero=True, sanity_checking=False, current_epoch=7, logger=SimpleNamespace(experiment=names["writer"])
     )
     names["LogMaps"]().on_validation_epoch_end(trainer, SimpleNamespace(model=names["model"]))
     np.testing.assert_array_equal(logged["maps/cat.jpg", 7], logged["maps/cat.jpg", 1])
@@ -271,6 +268,15 @@ def test_what_a_page_points_to_is_there(page):
     assert [target for _, target in links(page) if not (page.parent / target).exists()] == []
 
 
+def test_the_programs_and_files_that_pages_name_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:tests|benchmarks)\.[\w.]+)", text)}
+    named = {*re.findall(r"examples/\w+\.py|(?<![\w/.])(?:vitflow|tests)/[a-z_/]+(?:\.py)?", text)}
+    assert len(modules) >= 5 and len(named) > 10
+    assert [name for name in sorted(modules | named) if not (ROOT / name).exists()] == []
+    assert f"\nversion: {vitflow.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_options_that_pages_name_exist():
     known = {name for command in cli.commands.values() for option in command.params for name in option.opts}
     known |= {name for command in cli.commands.values() for option in command.params for name in option.secondary_opts}
@@ -278,22 +284,6 @@ def test_the_options_that_pages_name_exist():
     named = {name for span in spans for name in re.findall(r"--[a-z-]+", span)}
     assert len(named) > 20
     assert named - known == set()
-
-
-def test_the_programs_that_pages_name_exist():
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    names = re.findall(r"python -m ((?:tests|benchmarks)\.[\w.]+)", text)
-    modules = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
-    programs = {ROOT / name for name in re.findall(r"examples/\w+\.py", text)}
-    assert len(modules) >= 5 and programs
-    assert [path for path in modules | programs if not path.is_file()] == []
-
-
-def test_the_files_that_pages_name_exist():
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    named = set(re.findall(r"(?<![\w/.])(?:vitflow|tests)/[a-z_/]+(?:\.py)?", text))
-    assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_every_page_has_its_place_in_the_contents_of_the_site():
@@ -337,10 +327,6 @@ def test_what_the_reference_names_exists():
     for name in named:
         module, _, last = f"vitflow.{name}".rpartition(".")
         assert hasattr(importlib.import_module(module), last), name
-
-
-def test_the_citation_is_of_this_version():
-    assert f"\nversion: {vitflow.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def texts(node: ast.AST) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """The scripts that draw the documentation's images."""
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ def test_the_readmes_images_are_drawn_by_one_command(script, tmp_path, capsys):
     for file in files:
         with Image.open(file) as image:
             assert image.width > 500
-
-
-def test_without_scikit_image_the_script_says_what_to_install(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(SystemExit, match=r'pip install "vitflow\[examples\]"'):
-        script("draw_readme_images").load_photographs(tmp_path)
 
 
 @pytest.mark.parametrize("library", ["as_torchvision", "as_transformers"])

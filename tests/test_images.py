@@ -57,17 +57,6 @@ def test_its_methods_give_today_what_they_gave_when_it_was_drawn(script, name):
     assert not reported, f"assets/{name} is of an older version: {'; '.join(reported)}. Draw it anew."
 
 
-def test_an_older_flow_column_is_noticed(script):
-    drawn = script("drawn")
-    for older in ({"refine": 0}, {"value_weighted": False}, {"head_fusion": "max"}, {"layers": "all"}):
-        assert "options of flow were" in drawn.departs(drawn.print_of(("flow", older)) | {"options": {}}), older
-    whole, other = drawn.print_of("flow"), drawn.print_of("gae")
-    assert drawn.departs(whole) == ""
-    assert "the map of flow" in drawn.departs(whole | {"map": other["map"]})
-    brighter = [[min(value + 20, 255) for value in colour] for colour in whole["colours"]]
-    assert "colours of flow lie 20 apart" in drawn.departs(whole | {"colours": brighter})
-
-
 def agrees(name: str, today: bytes) -> None:
     """Fail unless an image of the documentation looks as one that was drawn now."""
     with Image.open(ASSETS / name) as old, Image.open(io.BytesIO(today)) as new:

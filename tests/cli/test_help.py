@@ -6,10 +6,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from IPython.core.completer import provisionalcompleter
-from IPython.core.interactiveshell import InteractiveShell
 
-import vitflow
 from vitflow.cli import cli
 from vitflow.registry.method_table import get_method, list_methods
 from vitflow.registry.options import METHOD_OPTIONS, OPTIONS
@@ -87,21 +84,6 @@ def test_a_method_reports_its_question_its_options_and_their_source():
     assert all(method.question.endswith("?") for method in list_methods())
 
 
-@pytest.mark.parametrize(
-    "function",
-    [vitflow.explain, vitflow.explain_folder, vitflow.evaluate, vitflow.Explainer.explain_batch, vitflow.layer_maps],
-    ids=lambda function: function.__qualname__,
-)
-def test_signature_and_help_name_the_options_of_the_methods(function):
-    parameters = inspect.signature(function).parameters
-    assert set(METHOD_OPTIONS) < set(parameters)
-    assert all(parameters[name].default is None for name in METHOD_OPTIONS if name != "layer")
-    assert list(parameters)[-1] == "options"  # those of a registered method
-    assert all(
-        f"    {option.name}: {option.help[:40]}" in inspect.getdoc(function) for option in METHOD_OPTIONS.values()
-    )
-
-
 NAMESPACES = ("demo", "evaluation", "folder", "methods", "text")
 
 
@@ -112,16 +94,3 @@ def test_a_package_shows_its_public_names_and_nothing_else(name):
     assert dir(package) == sorted(package.__all__)
     modules = {each.__name__ for each in everything if inspect.ismodule(each)}
     assert modules == ({f"vitflow.{each}" for each in NAMESPACES} if name == "vitflow" else set())
-
-
-def test_completion_offers_public_names_attributes_and_options():
-    shell = InteractiveShell(user_ns={"vitflow": vitflow, "explainer": vitflow.Explainer("demo", device="cpu")})
-    shell.Completer.use_jedi = False
-
-    def offered(text: str) -> set[str]:
-        with provisionalcompleter():
-            return {actual.text.lstrip(".") for actual in shell.Completer.completions(text, len(text))}
-
-    assert offered("vitflow.") == set(vitflow.__all__)
-    assert {"explain", "explain_batch", "class_names", "fit"} <= offered("explainer.")
-    assert {"head_fusion=", "discard_ratio="} <= offered("explainer.explain('cat.jpg', ")

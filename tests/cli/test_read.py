@@ -166,14 +166,6 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, 
     assert re.search(message, done.stderr)
 
 
-def test_each_way_to_read_names_the_other_one(encoder):
-    done = read("--prompt", "the key", "--model", encoder)
-    assert done.exit_code == 2 and "vitflow read TEXT" in done.stderr
-    for arguments, model in ((["a"], "bert"), (["--prompt", "a"], "gpt2")):
-        done = read(*arguments)
-        assert done.exit_code == 2 and re.search(f"Expected --model, .*{model}", done.stderr)
-
-
 def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
         tmp_path
@@ -249,9 +241,3 @@ def test_a_damaged_model_of_a_language_is_reported_in_one_line(case, encoder, tm
     done = CliRunner().invoke(cli, ["read", "the key", "--model", str(place)])
     assert isinstance(done.exception, SystemExit) and done.exit_code == 2, done.exception
     assert message in done.stderr.splitlines()[-1] and done.stdout == "" and "code of a file ran" not in done.output
-
-
-def test_a_page_that_cannot_be_written_is_reported(encoder):
-    for name in ("", "x" * 300):
-        done = CliRunner().invoke(cli, ["read", "the key", "--model", str(encoder), "--html", name])
-        assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception

@@ -33,8 +33,9 @@ def literal_map(method: str, heads: list[np.ndarray], readout: np.ndarray, prefi
     return np.round(row[prefix:] / row[prefix:].max(), 6)
 
 
-@pytest.mark.parametrize("model", [{}, {"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}])
-@pytest.mark.parametrize("target", [None, 3])
+@pytest.mark.parametrize(
+    ("model", "target"), [({}, None), ({"class_token": False, "global_pool": "avg"}, 3), ({"reg_tokens": 2}, 3)]
+)
 def test_each_value_is_spearman_of_literal_maps(model, target):
     explainer = Explainer(custom_model(**model), data_config=DATA)
     image = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)

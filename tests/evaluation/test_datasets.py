@@ -354,11 +354,7 @@ NAMES = ["tabby", "pug", "hen"]
 
 
 def test_the_class_that_covers_most_is_requested_with_all_its_objects():
-    regions = [
-        Region("pug", (0, 0, 9, 9)),
-        Region("tabby", (20, 0, 28, 8)),
-        Region("tabby", (20, 10, 28, 18)),
-    ]
+    regions = [Region("pug", (0, 0, 9, 9)), Region("tabby", (20, 0, 28, 8)), Region("tabby", (20, 10, 28, 18))]
     question = choose_target(photo(*regions), 3, NAMES)
     assert question.target == 0  # 128 pixels in two objects against 81 in one
     assert (question.region == painted((20, 0, 28, 8), (20, 10, 28, 18))).all()

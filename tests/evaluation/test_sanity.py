@@ -365,18 +365,12 @@ def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer):
     assert actual[0] == actual[2] == 0.0 and actual[1] > 0.01
 
 
-def test_what_is_not_class_specific_is_not_run(explainer, monkeypatch):
-    maps = maps_of(explainer, "rollout", "centre")
-    monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
-    assert class_sensitivity(explainer, maps) == [0.0, 0.0]
-
-
-def test_a_constant_map_has_no_class_sensitivity(explainer):
-    vitflow.register_method("flat_by_class", flat, class_specific=True)
-    assert class_sensitivity(explainer, maps_of(explainer, "flat_by_class", "rollout")) == [None, 0.0]
-
-
-def test_class_sensitivity_requires_two_classes():
+def test_class_sensitivity_requires_two_classes_a_map_that_varies_and_a_class_specific_method(explainer, monkeypatch):
     single = Explainer(literal_vit.timm_model(num_classes=1), data_config=DATA)
     with pytest.raises(OptionError, match="at least two classes"):
         class_sensitivity(single, maps_of(single, "gae"))
+    vitflow.register_method("flat_by_class", flat, class_specific=True)
+    assert class_sensitivity(explainer, maps_of(explainer, "flat_by_class", "rollout")) == [None, 0.0]
+    maps = maps_of(explainer, "rollout", "centre")
+    monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
+    assert class_sensitivity(explainer, maps) == [0.0, 0.0]

@@ -26,7 +26,6 @@ from vitflow.images import figures, overlay
 from vitflow.images.pen import Pen, panel_size
 from vitflow.images.typesetting import readable
 from vitflow.registry import method_table
-from vitflow.registry.options import REFINING
 
 NAMES = ["cat", "狗", "$x$ and $y", "goldfish, Carassius auratus", "a name so long that it can never fit " * 2]
 
@@ -127,24 +126,6 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     for block, maps in zip(second, compared.images, strict=True):
         reported = [cell.caption[0].partition(",")[0] for cell in block[0]]
         assert reported == [saliency.label for saliency in maps if saliency.method == "gae"]
-
-
-def test_every_caption_says_what_it_must(explainer, tmp_path):
-    methods = [("rollout", {"head_fusion": "min", "discard_ratio": 0.37, "patch": (1, 2)}), "gae"]
-    two = compare(IMAGES[0], model=explainer, methods=methods, targets=[0, 2])
-    actual = words(two, tmp_path)
-    joined = " ".join(actual)
-    for saliency in two.saliencies[1:]:
-        chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
-        assert f"{saliency.label}, {chance}" in actual
-    assert "not class-specific" in actual and "class-specific" in actual
-    for reported in ("min over heads, 37% discarded", "patch (1, 2)", "98th percentile", two.saliencies[0].model):
-        assert reported in joined
-    assert "The line marks the region" in joined
-    long = compare(IMAGES[0], model=explainer, methods=["gae"], targets=4)
-    assert f"{long.saliencies[0].probability:.1%}" in words(long, tmp_path), "a long name must not push it out"
-    seen = compare(IMAGES[0], model=Explainer(custom_model(), data_config=DATA, fit="squash"), methods=["rollout"])
-    assert "The line" not in " ".join(words(seen, tmp_path))
 
 
 def test_a_saturated_flow_says_so(explainer, tmp_path):
@@ -357,25 +338,6 @@ def test_maps_on_different_grids_are_not_compared():
     assert actual.spearman[0][1] is None and actual.overlap[0][1] is None
 
 
-@pytest.mark.shared
-def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
-    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
-    photographs = (
-        sorted((shared_data / "photos").glob("*.png"))[:4] + sorted((shared_data / "boxes").glob("*.JPEG"))[:4]
-    )
-    compared = compare(photographs, model=trained, targets="top2")
-    actual = compared.agreement()
-    order = {label.split(" ")[0]: number for number, label in enumerate(actual.labels)}
-    rho = np.array(actual.spearman, dtype=float)
-    others = [number for name, number in order.items() if name != "random"]
-    assert np.abs(rho[order["random"], others]).max() < 0.15, "a random map agrees with nothing"
-    assert rho[order["gae"], order["gradient_rollout"]] > 0.4, "kindred methods agree"
-    assert all(abs(actual.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
-    assert {label.split(" ")[0] for label in actual.between_classes} == {"gradient_rollout", "gae", "gradcam"}
-    assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
-
-
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """The command in this process: its exit code, stdout and stderr."""
@@ -398,15 +360,6 @@ def test_the_command_prints_an_object_per_image(run, tmp_path):
         assert len(record["agreement"]["pairs"]) == 1
     assert (tmp_path / "out" / "a.svg").is_file()
     assert "diagonal" in err
-
-
-def test_options_of_a_registered_method_are_read_as_their_defaults_are(monkeypatch, run):
-    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
-    vitflow.register_method("mine", lambda trace, steps: torch.rand(1, 4, 4) * steps, defaults={"steps": 2})
-    code, out, err = run(sample_images()[0], "--method", "mine:steps=3", "--json")
-    assert code == 0, err
-    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **REFINING}
-    assert run(sample_images()[0], "--method", "mine:steps=many")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 from matplotlib.text import Text
 
-from vitflow import compare, layer_maps
 from vitflow.analysis.strips import Strip, draw_comparison
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import departures, departures_from_paper, method_in_words, method_label
@@ -61,20 +60,6 @@ def test_a_name_says_whether_options_are_those_of_the_paper(method):
     assert method_label(method.name, queried) == f"{method.name} (vitflow defaults, patch (1, 2))"
     changed = method_label(method.name, {**method.defaults, "refine": 3, "score": "logit"})
     assert "(" in changed and "paper" not in changed and "defaults" not in changed
-
-
-def test_representations_figures_and_comparisons_name_the_variant(demo):
-    assert {"rollout", "flow", "gae", "gradient_rollout"} <= {one.name for one in PUBLISHED}
-    maps = [demo.explain(IMAGE, method="rollout", **given) for given in ({}, {"preset": "paper"})]
-    comparison = compare(IMAGE, model=demo, methods=["rollout", ("rollout", {"preset": "paper"}), "centre"])
-    assert comparison.labels == ("rollout (vitflow defaults)", "rollout (paper)", "centre")
-    assert "rollout (vitflow defaults)" in repr(layer_maps(IMAGE, model=demo, method="rollout"))
-    assert "rollout (paper)" in str(comparison.agreement())
-    for saliency, variant in zip(maps, ("vitflow defaults", "paper"), strict=True):
-        assert f"rollout ({variant})" in repr(saliency) and saliency.to_dict()["method"] == "rollout"
-        for figure in (saliency.figure(), comparison.figure()):
-            titles = [axes.get_title().replace("\n", " ") for axes in figure.axes]
-            assert f"Attention rollout ({variant})" in titles
 
 
 def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(demo, tmp_path):

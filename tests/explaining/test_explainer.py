@@ -206,23 +206,17 @@ def test_a_model_goes_by_the_name_that_the_user_gives_it():
             Explainer(model, name=name)
 
 
-def test_names_that_two_classes_share_are_refused():
-    with pytest.raises(OptionError, match=r"Several classes are called 'crane'.*\(0\).*\(1\)"):
-        class_index("crane", 2, ["crane", "crane"])
-    assert class_index("killer whale", 2, ["grampus, killer whale", "other"]) == 0
-
-
-def test_a_name_of_digits_is_a_name_and_a_number_is_an_index():
-    names = ["0", "1", "10", "2"]  # folders in the order of their names
-    assert [class_index(text, 4, names) for text in ("2", "10", "3")] == [3, 2, 3]
-    assert [class_index(number, 4, names) for number in (2, np.int64(1))] == [2, 1]
-
-
-def test_the_most_probable_classes():
+def test_the_most_probable_classes_names_of_digits_and_shared_names():
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
     actual = resolve_targets("top2", probabilities, None)
     assert [t.tolist() for t in actual if t is not None] == [[1, 0], [2, 2]]
     assert [t.tolist() for t in resolve_targets(["top9"], probabilities, None)] == [[1, 0], [2, 2], [0, 1]]
+    with pytest.raises(OptionError, match=r"Several classes are called 'crane'.*\(0\).*\(1\)"):
+        class_index("crane", 2, ["crane", "crane"])
+    assert class_index("killer whale", 2, ["grampus, killer whale", "other"]) == 0
+    names = ["0", "1", "10", "2"]  # folders in the order of their names
+    assert [class_index(text, 4, names) for text in ("2", "10", "3")] == [3, 2, 3]
+    assert [class_index(number, 4, names) for number in (2, np.int64(1))] == [2, 1]
 
 
 def test_multi_label_probabilities_are_sigmoids():

@@ -88,12 +88,6 @@ def test_models_of_transformers_are_compared_after_their_last_norm(name):
     assert actual == pytest.approx(wanted, abs=1e-5)
 
 
-def test_networks_without_tokens_are_compared_by_what_their_stages_give():
-    explainer = Explainer(timm.create_model("test_resnet").eval(), data_config={"input_size": (3, 64, 64)})
-    actual = explainer.explain(photo(64, 64), method="similarity", patch=(0, 0))
-    assert actual.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and actual.facts["compared_with"] == "patch (0, 0)"
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -143,16 +137,6 @@ def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
     assert mathematics.area_shares((-3.0, 1.0, 0.5, 9.0), 2, 2).tolist() == [0, 0, 1, 0]
     with pytest.raises(OutsideGridError):
         mathematics.area_shares((2.0, 0.0, 3.0, 1.0), 2, 2)
-
-
-def test_the_command_line_compares_with_a_box(tmp_path):
-    from vitflow.demo import sample_images
-
-    words = ["explain", str(sample_images()[0]), "--model", "demo", "--method", "similarity", "--json"]
-    done = CliRunner().invoke(cli, [*words, "--box", "40,20,120,100.5", "-o", str(tmp_path / "map.png")])
-    assert done.exit_code == 0, done.output
-    reported = json.loads(done.stdout)
-    assert reported["options"]["box"] == [40, 20, 120, 100.5] and reported["facts"]["compared_with"] == "the box"
 
 
 def test_components_are_those_of_a_singular_value_decomposition():

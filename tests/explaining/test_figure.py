@@ -173,10 +173,10 @@ def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_pat
 def test_the_command_saves_the_heatmap_alone_and_crops(demo, tmp_path):
     image = sample_images()[1]
     saliency = demo.explain(image)
-    lines = ("--background none -o a.png", "-o a.npy", "--crop-to-seen --unseen off -o b.png", "--figure -o c.pdf")
+    lines = ("--background none -o a.png", "-o a.npy", "--crop-to-seen --unseen off -o b.png", "--figure -o c.svg")
     with contextlib.chdir(tmp_path):
         run = lambda line: CliRunner().invoke(cli, ["explain", str(image), "--model", "demo", *line.split()])  # noqa: E731
-        assert [run(line).exit_code for line in lines] == [0, 0, 0, 0] and Path("c.pdf").stat().st_size > 5000
+        assert [run(line).exit_code for line in lines] == [0, 0, 0, 0] and Path("c.svg").stat().st_size > 5000
         refused = run("--background none -o a.jpg")
     assert "transparency" in refused.stderr and refused.exit_code == 2
     np.testing.assert_array_equal(Image.open(tmp_path / "a.png"), saliency.overlay(background="none"))

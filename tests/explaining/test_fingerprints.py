@@ -321,13 +321,3 @@ def test_a_sample_is_distinguished_by_its_pixels_and_its_truth():
     stamps = [Sample("own", lambda image=image: image).stamp() for image in photos]
     assert len({json.dumps(stamp) for stamp in stamps}) == 4
     assert Dataset("d", "d", [Sample("own", lambda: photos[0])], False).samples[0].stamp() == stamps[0]
-
-
-def test_a_run_with_other_methods_is_reported_in_few_words():
-    entry = explainer().fingerprint()
-    many, one = (
-        run_fingerprint("folder", {}, entry, make_job(methods, {}).methods, {})
-        for methods in (["rollout", "gae"], ["rollout"])
-    )
-    assert fingerprint_difference(many, one) == ["methods was [rollout, gae] and is [rollout]"]
-    assert fingerprint_difference(many, many) == []

@@ -12,7 +12,7 @@ import vitflow
 from tests.typed import typed_here
 from vitflow import Explainer
 from vitflow.demo import sample_images
-from vitflow.errors import NoAttentionError, OptionError
+from vitflow.errors import OptionError
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
 
@@ -57,11 +57,6 @@ def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
 def test_what_makes_no_sheet_is_refused(explainer, options, message):
     with pytest.raises(OptionError, match=message):
         vitflow.layer_maps(IMAGE, model=explainer, **options)
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(NoAttentionError):
-        vitflow.layer_maps(IMAGE, model=timm.create_model("resnet10t", num_classes=3).eval())
 
 
 def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):

@@ -19,10 +19,7 @@ transformers = pytest.importorskip("transformers")
 SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "num_labels": 5}
 CLIP = {"image_size": 32, "patch_size": 8, "num_frames": 8}
 CONFIG = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
-KINDS = {
-    "VideoMAE": {**SIZE, **CLIP, "tubelet_size": 2},
-    "Vivit": {**SIZE, **CLIP, "tubelet_size": [2, 8, 8]},
-}
+KINDS = {"VideoMAE": {**SIZE, **CLIP, "tubelet_size": 2}, "Vivit": {**SIZE, **CLIP, "tubelet_size": [2, 8, 8]}}
 FRAMES = np.random.default_rng(0).integers(0, 256, (8, 40, 48, 3), dtype=np.uint8)
 
 

@@ -107,6 +107,7 @@ def same_maps(actual, local) -> bool:
     return all(np.abs(grid - its[name]).max() <= 2**-10 * its[name].max() for name, grid in ours.items())
 
 
+@pytest.mark.slow  # one run on a cluster at each push: that of a folder at a URL
 def test_a_run_on_ray_has_the_rows_and_maps_of_a_local_run(ray_cluster, tmp_path):
     source, seen = fill(tmp_path / "in", 6), []
     (source / "bad.jpg").write_bytes(DAMAGED)
@@ -228,6 +229,7 @@ def test_the_command_sends_no_model(tmp_path):
     assert len(sent) < 1000 and pickle.loads(sent)().model_id == model().model_id
 
 
+@pytest.mark.slow
 def test_ray_data_maps_batches_in_an_actor_pool(ray_cluster, tmp_path):
     source = fill(tmp_path / "in", 6)
     (source / "bad.jpg").write_bytes(DAMAGED)

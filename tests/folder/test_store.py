@@ -205,10 +205,7 @@ def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
 
 OTHERS = {
     "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "is not a vitflow run"),
-    "database": (
-        lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(),
-        "is not a vitflow run",
-    ),
+    "database": (lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(), "is not a vitflow run"),
 }
 
 
@@ -268,11 +265,11 @@ def test_a_run_of_another_version_is_refused_in_one_sentence(tmp_path):
 
 
 def test_values_that_would_fill_the_memory_are_not_read(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
     for statement in (
-        "UPDATE maps SET grid = zeroblob(300000000)",
+        "UPDATE maps SET grid = zeroblob(200000000)",
         "UPDATE maps SET grid = x'00', rows = 20000, cols = 20000",
-        "UPDATE rows SET record = CAST(zeroblob(300000000) AS TEXT)",
+        "UPDATE rows SET record = CAST(zeroblob(200000000) AS TEXT)",
     ):
         run(source, out, model=explainer, overwrite=True)
         change(out, statement)

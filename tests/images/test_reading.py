@@ -169,8 +169,7 @@ OLD_PILLOW = pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason=
 
 
 @pytest.mark.parametrize(
-    ("mode", "color"),
-    [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=OLD_PILLOW)],
+    ("mode", "color"), [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=OLD_PILLOW)]
 )
 def test_color_spaces_of_tiff(mode, color):
     image = read_image(encode(Image.new(mode, (16, 12), color), "TIFF"))

@@ -1,5 +1,7 @@
 """Calls that make no sense: each is an error that says what was expected, or gives a sensible empty result."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from tests.recording.test_recorder import tiny
 from vitflow import Explainer, attention_flow, attention_rollout, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.methods import TokenLayout, attention_graph
+from vitflow.methods.cells import occlusion
+from vitflow.methods.staged_rollout import LayerTokens, staged_rollout
 
 ONE = torch.full((1, 2, 5, 5), 0.2)
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -54,68 +58,73 @@ def test_options_that_are_no_such_numbers_are_refused(function, options):
         FUNCTIONS[function]([ONE, ONE], **options)
 
 
+TWO, ROW, LAYOUT = [ONE, ONE], ONE[0, 0, 0], TokenLayout(1, 2, 2)
+PAIR = TokenLayout(0, 1, 2)
+STAGED = partial(staged_rollout, [torch.ones(1, 1, 2, 2)], readout=torch.tensor([[0.5, 0.5]]))
+BLANKED = partial(occlusion, torch.zeros_like, torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]), cols=2)
+MISTAKES = [
+    *((lambda one=one: attention_flow(TWO, sinks=one), OptionError, "sinks") for one in ([2.7], [-1], "ab")),
+    *(
+        (lambda one=one: attention_flow(TWO, source=one), VitflowError, "source")
+        for one in ("cls", 1j * ONE[0, 0, 0], 2.7)
+    ),
+    *((lambda one=one: attention_rollout(TWO, readout=one), ShapeError, "readout") for one in (np.ones(5), "cls")),
+    (lambda: attention_rollout(TWO, readout=torch.full((5,), np.nan)), ShapeError, "readout"),
+    *((lambda one=one: TokenLayout(one, 2, 2), OptionError, "whole number") for one in (1.5, "a", float("nan"))),
+    *((lambda one=one: LAYOUT.token_of_patch(one, 1), OptionError, "row") for one in (0.5, "a", None)),
+    *((lambda one=one: LAYOUT.to_grid(one), ShapeError, "5 tokens") for one in ([1] * 5, None, torch.tensor(1.0))),
+    *(
+        (lambda one=one: record_attention(one), UnsupportedModelError, "a model")
+        for one in (None, "vit", torch.nn.Linear)
+    ),
+    (lambda: record_attention(Explainer(tiny(), data_config=DATA)), UnsupportedModelError, r"\.model"),
+    (lambda: attention_rollout(torch.rand(2, 1, 3, 4)), ShapeError, "heads, tokens, tokens"),
+    (lambda: attention_rollout([torch.rand(1, 1, n, n) for n in (3, 4)]), ShapeError, "same batch and tokens"),
+    (lambda: attention_rollout(torch.full((1, 1, 3, 3), float("nan"))), ShapeError, "finite"),
+    (lambda: attention_rollout(-torch.ones(1, 1, 3, 3)), ShapeError, "at least 0"),
+    (lambda: attention_rollout(TWO, head_fusion="median"), OptionError, "Unknown head fusion 'median'"),
+    (lambda: attention_rollout(TWO, discard_ratio=1.0), OptionError, "0 <= discard_ratio < 1, got 1.0"),
+    *((lambda one=one: attention_rollout(TWO, start_layer=one), OptionError, "start_layer") for one in (0, 1.5)),
+    (lambda: attention_rollout(TWO, causal="relative"), OptionError, "Unknown causal 'relative'.*receptive_field"),
+    (lambda: attention_rollout(TWO, attention_mask=torch.ones(1, 4)), ShapeError, r"\[1, 5\].*got \(1, 4\)"),
+    (lambda: attention_flow(TWO, causal="raw", visible=[torch.ones(1, 5, 5)] * 3), ShapeError, "visible as 2 layers"),
+    (lambda: STAGED([]), ShapeError, "residuals of 1 layers"),
+    (lambda: STAGED([LayerTokens(PAIR, PAIR)], discard_ratio=1.0), OptionError, "discard_ratio"),
+    (lambda: STAGED([LayerTokens(PAIR, PAIR)], start_layer=2), OptionError, "start_layer from 1 to 1"),
+    (lambda: BLANKED(rows=2, batch_size=0), OptionError, "occlusion_batch of at least 1"),
+    (lambda: BLANKED(rows=9), ShapeError, "1 to 8 cells on a side of 8 pixels, got 9"),
+    (
+        lambda: Explainer(tiny()).explain(IMAGE, method="occlusion", patch_size=40),
+        OptionError,
+        "patch_size from 1 to 32",
+    ),
+    *(
+        (lambda one=one: record_attention(tiny(), **one), OptionError, "[Ee]xpected|Unknown")
+        for one in ({"head_fusion": ["max"]}, {"fusions": ["max"]}, {"layout": (1, 4, 4)})
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
+def test_what_makes_no_sense_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_what_is_empty_or_of_another_type_is_taken():
+    assert attention_flow(TWO, sinks=[]).values.shape == (1, 0)
+    assert TokenLayout(np.int64(1), torch.tensor(2), 2) == LAYOUT
+    assert LAYOUT.to_grid(torch.ones(0, 5)).shape == (0, 2, 2)
+    explainer = Explainer(tiny(), data_config=DATA)
+    assert explainer.explain_batch([]) == []
+    assert explainer.explain_batch([], methods=["gae"], targets=np.array([], int)) == []
+    assert len(explainer.explain_batch(image for image in [IMAGE] * 2)) == 2
+
+
 def test_layers_of_two_precisions_are_taken_in_the_wider():
     actual = attention_rollout([ONE, ONE.double()])
     assert actual.dtype == torch.float64
     torch.testing.assert_close(actual, attention_rollout([ONE.double()] * 2))
-
-
-@pytest.mark.parametrize("sinks", [[2.7], [-1], "ab"])
-def test_sinks_that_are_no_tokens_are_refused(sinks):
-    with pytest.raises(OptionError, match="sinks"):
-        attention_flow([ONE, ONE], sinks=sinks)
-    assert attention_flow([ONE, ONE], sinks=[]).values.shape == (1, 0)
-
-
-@pytest.mark.parametrize("source", ["cls", torch.ones(5) * 1j, 2.7])
-def test_sources_that_are_none_are_refused(source):
-    with pytest.raises(VitflowError, match="source"):
-        attention_flow([ONE, ONE], source=source)
-
-
-@pytest.mark.parametrize("readout", [np.ones(5), "cls", torch.full((5,), np.nan)])
-def test_readouts_that_are_none_are_refused(readout):
-    with pytest.raises(ShapeError, match="Expected a readout"):
-        attention_rollout([ONE, ONE], readout=readout)
-
-
-@pytest.mark.parametrize("numbers", [(1.5, 2, 2), ("a", 2, 2), (1, float("nan"), 2)])
-def test_layouts_are_whole_numbers(numbers):
-    with pytest.raises(OptionError, match="whole number"):
-        TokenLayout(*numbers)
-    assert TokenLayout(np.int64(1), torch.tensor(2), 2) == TokenLayout(1, 2, 2)
-
-
-def test_patches_and_vectors_of_a_layout_are_checked():
-    layout = TokenLayout(1, 2, 2)
-    for row in (0.5, "a", None):
-        with pytest.raises(OptionError, match="row"):
-            layout.token_of_patch(row, 1)
-    for tokens in ([1, 2, 3, 4, 5], None, torch.tensor(1.0)):
-        with pytest.raises(ShapeError, match="Expected 5 tokens"):
-            layout.to_grid(tokens)
-    assert layout.to_grid(torch.ones(0, 5)).shape == (0, 2, 2)
-
-
-@pytest.mark.parametrize("model", [None, "vit", torch.nn.Linear], ids=str)
-def test_what_is_no_model_cannot_be_recorded(model):
-    with pytest.raises(UnsupportedModelError, match="Expected a model"):
-        record_attention(model)
-
-
-def test_an_explainer_is_no_model_but_has_one():
-    with pytest.raises(UnsupportedModelError, match=r"\.model"):
-        record_attention(Explainer(tiny(), data_config=DATA))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"head_fusion": ["max"]}, {"fusions": ["max"]}, {"layout": (1, 4, 4)}],
-    ids=str,
-)
-def test_options_of_a_recording_are_checked(options):
-    with pytest.raises(OptionError):
-        record_attention(tiny(), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"head_fusion": "max", "value_weighted": "output"}, {"attention": False}])
@@ -123,17 +132,6 @@ def test_a_batch_of_no_images_is_refused(options):
     with pytest.raises(ShapeError, match="at least one image"), torch.no_grad():
         with record_attention(model := tiny(), **options):
             model(torch.zeros(0, 3, 32, 32))
-
-
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer(tiny(), data_config=DATA)
-
-
-def test_no_images_give_no_maps(explainer):
-    assert explainer.explain_batch([]) == []
-    assert explainer.explain_batch([], methods=["gae"], targets=np.array([], int)) == []
-    assert len(explainer.explain_batch(image for image in [IMAGE] * 2)) == 2
 
 
 def test_a_model_without_weights_is_refused_before_it_runs():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import literal_vit, references
 from vitflow import Contrast, Explainer
-from vitflow.errors import NoAttentionError, OptionError, ShapeError
+from vitflow.errors import NoAttentionError
 from vitflow.methods.cells import occlusion
 from vitflow.models import outputs
 
@@ -158,17 +158,3 @@ def test_models_without_attention_are_explained_too(name):
     for method in ("rollout", "gae"):
         with pytest.raises(NoAttentionError):
             explainer.explain(IMAGES[0], method=method)
-
-
-def test_wrong_input_is_named():
-    pixels, targets = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
-
-    def predict(batch: Tensor) -> Tensor:
-        return torch.zeros(len(batch), 2)
-
-    with pytest.raises(OptionError, match="occlusion_batch of at least 1"):
-        occlusion(predict, pixels, targets, rows=2, cols=2, batch_size=0)
-    with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
-        occlusion(predict, pixels, targets, rows=9, cols=2)
-    with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):
-        Explainer(literal_vit.timm_model(), data_config=DATA).explain(IMAGES[0], method="occlusion", patch_size=40)

@@ -60,12 +60,6 @@ def test_a_score_that_is_a_sum_over_patches_is_detected_again():
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_the_halves_are_every_other_mask():
-    kept, scores = draw_masks(4, 4, masks=20, keep=0.5), torch.randn(20, dtype=torch.float64)
-    for start, half in enumerate(split_half_maps(kept, scores)):
-        torch.testing.assert_close(half, mean_differences(kept[start::2], scores[start::2]))
-
-
 @pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (9, 20)])
 def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols):
     masks = draw_masks(rows, cols, masks=30, keep=0.3)
@@ -191,20 +185,6 @@ def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
     np.testing.assert_allclose(grids[2], grids[0], rtol=0, atol=1e-6)
 
 
-def test_refined_the_positive_part_is_spread():
-    explainer = Explainer(load_model("demo"))
-    image = sample_images()[0]
-    plain = torch.from_numpy(explainer.explain(image, method="sampling", refine=0).grid)[None]
-    assert plain.min() < 0
-    with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
-        explainer.model(explainer.pixels(image))
-    attention = co_attention(trace.fused("mean"), 144).attention
-    keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
-    expected = refine(plain.clamp_min(0), Affinity(attention, keys), 1)[0]
-    actual = explainer.explain(image, method="sampling", refine=1, affinity="both").grid
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * float(expected.max()))
-
-
 @pytest.mark.parametrize("affinity", ["both", "keys"])
 def test_the_regression_has_the_affinity_as_its_prior(affinity):
     explainer = Explainer(load_model("demo"))
@@ -265,13 +245,6 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
             scores.append(log_odds(model(blanked[None])[0].double(), 3))
     expected = np.reshape(references.mean_differences(kept.tolist(), scores), (rows, cols))
     np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-
-
-def test_consensus_says_what_it_is_made_of():
-    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
-    made = explainer.explain(IMAGES[0], method="consensus", masks=8)
-    assert made.facts["made_of"] == "gae and sampling"
-    assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
 
 
 def test_consensus_reports_how_clearly_the_scores_confirm_gae():

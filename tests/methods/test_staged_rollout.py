@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests import references
 from vitflow import Explainer, record_attention
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.errors import UnsupportedModelError
 from vitflow.explaining import maps
 from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods import TokenLayout
@@ -22,10 +22,9 @@ SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8
 def swin(version: int) -> nn.Module:
     """A small Swin with two stages of two blocks, the second of each shifted, with random weights in float64."""
     torch.manual_seed(version)
-    model = {
-        1: timm.models.swin_transformer.SwinTransformer,
-        2: timm.models.swin_transformer_v2.SwinTransformerV2,
-    }[version](img_size=SIDE, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=5)
+    model = {1: timm.models.swin_transformer.SwinTransformer, 2: timm.models.swin_transformer_v2.SwinTransformerV2}[
+        version
+    ](img_size=SIDE, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
@@ -304,15 +303,3 @@ def test_another_number_of_prefix_tokens_is_refused_because_the_one_that_stays_i
     matrices = [torch.full((1, 1, count, count), 1 / count) for count in (3, 2)]
     with pytest.raises(UnsupportedModelError, match="from 0 to 1"):
         staged_rollout(matrices, layers, readout=torch.tensor([[1.0, 0.0]]))
-
-
-def test_wrong_shapes_and_options_are_refused():
-    layout = TokenLayout(0, 1, 2)
-    entry = LayerTokens(layout, layout)
-    readout = torch.tensor([[0.5, 0.5]])
-    with pytest.raises(ShapeError, match="residuals of 1 layers"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [], readout=readout)
-    with pytest.raises(OptionError, match="discard_ratio"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [entry], readout=readout, discard_ratio=1.0)
-    with pytest.raises(OptionError, match="start_layer from 1 to 1"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [entry], readout=readout, start_layer=2)

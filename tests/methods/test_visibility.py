@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tests import references
 from vitflow import attention_flow, attention_rollout
-from vitflow.errors import OptionError, ShapeError
 
 TOKENS, LAYERS = 9, 4
 
@@ -161,13 +160,3 @@ def test_what_may_be_seen_can_be_reported_where_attention_does_not_show_it():
     assert not torch.allclose(reported, guessed)
     each = attention_rollout(layers, causal="receptive_field", visible=[causal()[None]] * LAYERS)
     assert torch.equal(reported, each)
-
-
-def test_wrong_masks_are_refused_with_what_was_expected():
-    layers = attention(causal())
-    with pytest.raises(OptionError, match="Unknown causal 'relative'.*receptive_field"):
-        attention_rollout(layers, causal="relative")
-    with pytest.raises(ShapeError, match=r"attention_mask \[1, 9\].*got \(1, 4\)"):
-        attention_rollout(layers, attention_mask=torch.ones(1, 4))
-    with pytest.raises(ShapeError, match=r"visible as 4 layers"):
-        attention_flow(layers, causal="raw", visible=[causal()] * 3)

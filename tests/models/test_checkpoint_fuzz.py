@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import random
-import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -32,35 +31,6 @@ def weights() -> dict[str, torch.Tensor]:
 def torch_file(value: object, **options) -> bytes:
     file = io.BytesIO()
     torch.save(value, file, **options)
-    return file.getvalue()
-
-
-def header(data: bytes, chance: random.Random) -> bytes:
-    """A header of safetensors with one thing changed: a type, a shape, an offset, the metadata, its own length."""
-    [length] = struct.unpack("<Q", data[:8])
-    fields = json.loads(data[8 : 8 + length])
-    name = chance.choice(sorted(fields))
-    wrong = {
-        "dtype": ["I8", "C64", "BOOL", "F8_E4M3", "U64", "X9"],
-        "shape": [[], [0], [2**62, 4], [-1], [10**12, 0], "x"],
-        "data_offsets": [[0, 2**63], [5, 1], [0], None],
-    }
-    metadata = [*({"format": text} for text in ("[" * 10**5, "x" * 10**4, "null")), ["not", "a", "mapping"]]
-    changes = [{name: {**fields[name], key: chance.choice(values)}} for key, values in wrong.items()]
-    text = json.dumps(fields | chance.choice([*changes, {"__metadata__": chance.choice(metadata)}])).encode()
-    lied = chance.choice([len(text)] * 5 + [2**63, len(text) + 10**9])
-    return struct.pack("<Q", lied) + text + data[8 + length :]
-
-
-def rezip(data: bytes, chance: random.Random) -> bytes:
-    """An archive of torch whose pickle or records are changed while the archive itself is whole."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
-        for entry in old.infolist():
-            content = old.read(entry)
-            if entry.filename.endswith("data.pkl") or chance.randrange(30) == 0:
-                content = mutated(content, chance)
-            new.writestr(entry.filename, content)
     return file.getvalue()
 
 
@@ -121,21 +91,17 @@ def attempt(path: Path, refused: list[str]) -> None:
 @pytest.mark.slow
 def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_memory(tmp_path, capsys):
     chance, entry = random.Random(0), weights()
-    sources = {
-        ".safetensors": (save(entry), header),
-        ".pth": (torch_file({"model": entry, "epoch": 3}), rezip),
-    }
+    sources = {".safetensors": save(entry), ".pth": torch_file({"model": entry, "epoch": 3})}
     folder = tmp_path / "work"
     folder.mkdir()
     config = folder / "config.json"
     config.write_text(json.dumps({"architecture": ID, "num_classes": 5}))
     before = peak_mb(forget=True)
     refused: list[str] = []
-    for suffix, (data, structured) in sources.items():
+    for suffix, data in sources.items():
         for number in range(MUTANTS):
-            mutate = [mutated, structured][number % 2]
             path = folder / f"own{suffix}" if suffix == ".safetensors" and number % 3 else folder / f"{number}{suffix}"
-            changed = mutate(data, chance)
+            changed = mutated(data, chance)
             path.write_bytes(changed)
             attempt(path, refused)
             assert path.read_bytes() == changed and sorted(folder.iterdir()) == sorted([config, path])

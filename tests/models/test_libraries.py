@@ -107,19 +107,6 @@ def test_the_recorded_attention_is_what_the_library_itself_returns(name):
     assert (trace.logits - plain).abs().max() <= 1e-5 * plain.abs().max()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_half_precision_is_recorded_in_single(attention):
-    model = built("ViTForImageClassification", attention).to(torch.bfloat16)
-    with record_attention(model) as trace, torch.no_grad():
-        model(pixels().to(torch.bfloat16))
-    for recorded in trace.attentions:
-        assert recorded.dtype == torch.float32
-        assert (recorded.sum(dim=-1) - 1).abs().max() < 1e-6
-    with record_attention(model, gradients=True) as trace:
-        model(pixels().to(torch.bfloat16))
-    assert all(torch.isfinite(one).all() for one in trace.backward(torch.tensor([0, 1])).attentions)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layout_and_readout_are_those_that_the_answer_depends_on(name):
     *_, prefix, words = FAMILIES[name]
@@ -191,19 +178,6 @@ def test_value_weighting_uses_the_models_output_projection(name):
     weight = projection.weight.detach().unflatten(1, (4, -1))  # [width, heads, width of a head]
     expected = torch.einsum("bhnd,whd->bhnw", values.vectors, weight).norm(dim=-1)
     torch.testing.assert_close(trace.layers[-1].values.norms(), expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["Dinov2WithRegistersForImageClassification", "torchvision"])
-def test_every_method_explains_them(name):
-    model = torchvision_vit() if name == "torchvision" else built(name)
-    explainer = Explainer(model, data_config=NORMALISATION)
-    methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
-    actual = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
-    assert len(actual) == 2 * len(methods)
-    assert all(one.grid.shape == (4, 4) and np.isfinite(one.grid).all() for one in actual)
-    assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in actual)
-    varied = [one.method for one in actual if one.method != "gradcam" and np.ptp(one.grid) == 0]
-    assert not varied
 
 
 def test_other_image_sizes_are_requested_by_the_models_option():

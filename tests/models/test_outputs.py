@@ -14,7 +14,7 @@ from torch import nn
 from tests import literal_vit
 from tests.small import Custom
 from vitflow import Contrast, Explainer
-from vitflow.errors import ModelError, OptionError
+from vitflow.errors import ModelError
 from vitflow.folder.saved import fingerprint_difference
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.registry.method_table import list_methods
@@ -217,13 +217,6 @@ def test_without_a_function_construction_runs_no_model(dense):
         assert runs == [2, 1, 1]
     finally:
         hook.remove()
-
-
-def test_what_is_no_function_is_reported(dense):
-    with pytest.raises(OptionError, match="a function of the model's output"):
-        Explainer(dense, outputs=["a dog"], data_config=DATA)
-    with pytest.raises(OptionError, match="activation"):
-        Explainer(dense, outputs=corner, activation="logits", data_config=DATA)
 
 
 def test_numbers_are_read_as_they_are_said_to_be(dense, image):

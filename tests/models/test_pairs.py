@@ -327,9 +327,3 @@ def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
     with pytest.raises(ModelError, match="hf download someone/clip-vit --local-dir"):
         load_model("someone/clip-vit")
     assert time.perf_counter() - started < 20
-
-
-def test_transformers_that_is_not_installed_is_reported(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"vitflow\[transformers\]"):
-        load_model("openai/clip-vit-base-patch16")

@@ -23,13 +23,7 @@ _READS = {
     "bos_token_id": 2,
     "eos_token_id": 3,
 }
-_SEES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-}
+_SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
 _QWEN_SEES = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN_NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -221,11 +215,7 @@ def _idefics3(name: str) -> Family:
         **tags,
     )
     config = getattr(transformers, f"{name}Config")(
-        vision_config={**_SEES, "image_size": 24},
-        text_config=_text(),
-        image_token_id=4,
-        scale_factor=2,
-        pad_token_id=0,
+        vision_config={**_SEES, "image_size": 24}, text_config=_text(), image_token_id=4, scale_factor=2, pad_token_id=0
     )
     images = getattr(transformers, f"{name}ImageProcessor")(
         size={"longest_edge": 72}, max_image_size={"longest_edge": 24}
@@ -253,17 +243,12 @@ def internvl() -> Family:
 def paligemma() -> Family:
     words = tokenizer(image_token="<image>")
     config = transformers.PaliGemmaConfig(
-        vision_config=_siglip(),
-        text_config=_text("Gemma"),
-        image_token_index=4,
-        projection_dim=32,
+        vision_config=_siglip(), text_config=_text("Gemma"), image_token_index=4, projection_dim=32
     )
     images = transformers.SiglipImageProcessor(size={"height": 24, "width": 24})
     images.image_seq_length = 36
     return Family(
-        _made("PaliGemmaForConditionalGeneration", config),
-        transformers.PaliGemmaProcessor(images, words),
-        "<image>",
+        _made("PaliGemmaForConditionalGeneration", config), transformers.PaliGemmaProcessor(images, words), "<image>"
     )
 
 

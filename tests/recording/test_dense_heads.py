@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.explaining.test_library_regions import CONFIGS
 from tests.small import Custom
 from vitflow import Explainer, boxes, masks, record_attention
 from vitflow.errors import UnsupportedModelError
@@ -20,12 +21,8 @@ for half in ("encoder", "decoder"):
     DETR |= {f"{half}_layers": 2, f"{half}_attention_heads": 2, f"{half}_ffn_dim": 32}
 
 
-def dpt() -> nn.Module:
-    necks = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "backbone_out_indices": [0, 1, 2, 3]}
-    config = transformers.DPTConfig(
-        **VIT, **necks, image_size=64, num_labels=5, is_hybrid=False, use_auxiliary_head=False
-    )
-    return transformers.DPTForSemanticSegmentation(config)
+def of_transformers(name: str) -> nn.Module:
+    return getattr(transformers, name)(CONFIGS[name]())
 
 
 def beit(states: tuple[int, ...] = (0, 2, 3, 4)) -> nn.Module:
@@ -42,37 +39,9 @@ def upernet() -> nn.Module:
     return transformers.UperNetForSemanticSegmentation(config)
 
 
-def segformer() -> nn.Module:
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1]}
-    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=5)
-    return transformers.SegformerForSemanticSegmentation(config)
-
-
-def yolos() -> nn.Module:
-    config = transformers.YolosConfig(**VIT, image_size=[64, 64], num_detection_tokens=5, num_labels=4)
-    return transformers.YolosForObjectDetection(config)
-
-
 def detr() -> nn.Module:
     config = transformers.DetrConfig(backbone_config=transformers.ResNetConfig(**RESNET), **DETR, num_queries=100)
     return transformers.DetrForObjectDetection(config)
-
-
-def conditional_detr() -> nn.Module:
-    resnet = transformers.ResNetConfig(**RESNET)
-    config = transformers.ConditionalDetrConfig(backbone_config=resnet, **DETR, num_queries=20)
-    return transformers.ConditionalDetrForObjectDetection(config)
-
-
-def sam() -> nn.Module:
-    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
-    vision = {"hidden_size": 32, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1]}
-    config = transformers.SamConfig(
-        vision_config=attention | vision,
-        prompt_encoder_config={"image_size": 64, "patch_size": 16},
-        mask_decoder_config=attention | {"iou_head_hidden_dim": 16},
-    )
-    return transformers.SamModel(config)
 
 
 def scores(output) -> Tensor | None:
@@ -87,14 +56,14 @@ def scores(output) -> Tensor | None:
 
 # The model, the input size, and the number of blocks that the head reads.
 MODELS = {
-    "yolos": (yolos, 64, 1),
-    "dpt": (dpt, 64, 4),
+    "yolos": (lambda: of_transformers("YolosForObjectDetection"), 64, 1),
+    "dpt": (lambda: of_transformers("DPTForSemanticSegmentation"), 64, 4),
     "beit": (beit, 64, 4),
     "upernet": (upernet, 64, 4),
     "detr": (detr, 320, 1),  # 100 queries on 10 × 10 patches
-    "conditional_detr": (conditional_detr, 256, 1),
-    "sam": (sam, 64, 1),
-    "segformer": (segformer, 64, 4),
+    "conditional_detr": (lambda: of_transformers("ConditionalDetrForObjectDetection"), 64, 1),
+    "sam": (lambda: of_transformers("SamModel"), 64, 1),
+    "segformer": (lambda: of_transformers("SegformerForSemanticSegmentation"), 64, 4),
 }
 
 
@@ -113,23 +82,6 @@ def varied(model: nn.Module) -> nn.Module:
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.15)
     return model.eval()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_maps_of_a_detection_or_segmentation_model_are_finite(name):
-    model, size = built(name)
-    config = {"input_size": (3, size, size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    explainer = Explainer(model, outputs=scores, data_config=config)
-    image = torch.randn(1, 3, size, size).clamp(-1, 1)
-    several = MODELS[name][2] > 1
-    for method in ["rollout", "gae", "gradient_rollout", *([] if several else ["attention"])]:
-        actual = explainer.explain(image, method=method, target=0)
-        assert np.isfinite(actual.grid).all() and actual.grid.std() > 0
-        assert "from the gradient of the output" in actual.facts["readout"]
-    for method in ("attention", "flow"):
-        if several:
-            with pytest.raises(UnsupportedModelError, match=r"after layers|same tokens in every layer"):
-                explainer.explain(image, method=method, target=0)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "segformer"])

@@ -76,11 +76,7 @@ MODELS = {
     "timm registers": (lambda: timm_vit(reg_tokens=4), "norm", "class token"),
     "timm maximum": (lambda: timm_vit(global_pool="max"), "blocks.2", "gradient of the output"),
     "transformers ViT": (lambda: transformers_model("ViT"), "vit.layernorm", "class token"),
-    "transformers DINOv2": (
-        lambda: transformers_model("Dinov2"),
-        "dinov2.layernorm",
-        "gradient of the output",
-    ),
+    "transformers DINOv2": (lambda: transformers_model("Dinov2"), "dinov2.layernorm", "gradient of the output"),
     "torchvision": (torchvision_vit, "encoder.ln", "class token"),
     "own mean": (lambda: Around(lambda tokens: tokens[:, 1:].mean(dim=1)), "backbone.norm", "average over patches"),
     "own class token and mean": (
@@ -214,11 +210,7 @@ def test_a_readout_costs_one_pass_with_gradients_in_the_head_alone(build, below,
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_pass_without_gradients_is_repeated_for_its_readout_in_the_same_precision(precision):
     model = Around(region)
-    with (
-        torch.no_grad(),
-        record_attention(model) as trace,
-        torch.autocast("cpu", enabled=precision != torch.float32),
-    ):
+    with torch.no_grad(), record_attention(model) as trace, torch.autocast("cpu", enabled=precision != torch.float32):
         model(pixels())
     expected = torch.zeros(17)
     expected[[1, 2, 5, 6]] = 0.25

@@ -1,19 +1,17 @@
 """Views of words: what is drawn is what was given, in every form, whatever the words are made of."""
 
 import re
-from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.offsetbox import DrawingArea
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
+from tests.images.test_figures import check_apart
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.images.typesetting import without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
 from vitflow.text.view import POSITIVE, ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, PATCHES, RowSummary, Words, hide
@@ -47,10 +45,7 @@ def views_of(words: Words, **frame) -> list:
     graph = np.random.default_rng(0).dirichlet(np.ones(words.length), size=(3, words.length))
     note = frame.get("caption", "")
     panels = [Panel("raw attention", graph, 0 * graph, note=note), Panel("flow", graph, graph)]
-    return [
-        ShadedText(words, graph[0, 0], selected=(1,), **frame),
-        GraphView(words, panels, selected=(1,), **frame),
-    ]
+    return [ShadedText(words, graph[0, 0], selected=(1,), **frame), GraphView(words, panels, selected=(1,), **frame)]
 
 
 def test_the_summary_reports_shares_and_entropy():
@@ -167,29 +162,9 @@ LONG = "A caption that says what was computed, with which model and why, and cos
 WIDE = words_of([*HOSTILE, "$x_1$", " $y$", " WWWWWWWWWWWWWWWWWWWWWWWWWW", *(f" token{n}" for n in range(24))])
 
 
-def drawn_texts(figure) -> list:
-    """The texts that a figure draws, with their boxes in pixels."""
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    with without_glyph_warnings():
-        figure.draw(renderer)
-        return [
-            (text, text.get_window_extent(renderer))
-            for text in figure.findobj(Text)
-            if text.get_visible() and text.get_text().strip()
-        ]
-
-
 @pytest.mark.parametrize("words", [words_of("ab"), WIDE], ids=["short", "wide"])
 def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
     for view in views_of(words, title=f"Title {LONG}", caption=LONG):
         figure = view.figure()
-        width, height = figure.get_size_inches() * figure.dpi
-        actual = drawn_texts(figure)
-        assert len(actual) >= words.length
-        for text, box in actual:
-            assert not text.get_parse_math(), text
-            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-        for (first, a), (second, b) in combinations(actual, 2):
-            across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
-            # Boxes reach from ascender to descender: lines set close may share a few pixels of these.
-            assert across <= 2 or down <= 3, (first, second, across, down)
+        assert len(check_apart(figure)) >= words.length
+        assert not any(text.get_parse_math() for text in figure.findobj(Text) if text.get_text().strip())

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.models.vision_language import NAMES, Family, family
+from tests.references import patch_box
 from vitflow.models.parts import decoder_of
 from vitflow.text.image_tokens import ImageTokens, image_tokens
 
@@ -66,10 +67,7 @@ def decoder_inputs(one: Family, inputs: dict[str, Tensor]) -> Tensor:
 
 def box_of(part: ImageTokens, row: int, col: int) -> tuple[float, float, float, float]:
     """The box of a patch, (left, top, right, bottom) in pixels of the image; it may exceed the image."""
-    height, width = part.placement.input_size[0] / part.rows, part.placement.input_size[1] / part.cols
-    top, left = part.placement.to_image(row * height, col * width)
-    bottom, right = part.placement.to_image((row + 1) * height, (col + 1) * width)
-    return left, top, right, bottom
+    return patch_box(part.placement, row, col, part.rows, part.cols)
 
 
 def centre_of(part: ImageTokens, row: int, col: int) -> tuple[float, float]:

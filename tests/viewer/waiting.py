@@ -9,7 +9,7 @@ import pytest
 
 @contextmanager
 def watched(browser: Any, width: int = 1200, height: int = 900, **options: Any) -> Iterator[Any]:
-    """Open a window: what its pages ask the network, log or show as a dialog is in `page.trouble` and fails at the end."""
+    """Open a window; what its pages ask the network, log or show as a dialog is in `page.trouble` and fails it."""
     options = {"viewport": {"width": width, "height": height}, "color_scheme": "light", **options}
     context, trouble = browser.new_context(**options), []
     page = context.new_page()
