@@ -36,17 +36,6 @@ def model() -> VisionTransformer:
     return demo.load_demo_model()
 
 
-def test_the_seed_alone_decides_the_image() -> None:
-    first = draw_image(11)
-    for other in range(5):
-        draw_image(other)  # what was drawn before must not matter
-    second = draw_image(11)
-    np.testing.assert_array_equal(first.image, second.image)
-    np.testing.assert_array_equal(first.masks, second.masks)
-    assert first.labels == second.labels
-    assert not np.array_equal(first.image, draw_image(12).image)
-
-
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_masks_are_exact(size: int | tuple[int, int]) -> None:
     """Without its objects an image is the same outside the masks, and another inside them."""

@@ -6,15 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from vitflow import Contrast
-from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import contrasted
 from vitflow.folder.work import explained_row, make_job
-from vitflow.images.reading import write_image
 
 IMAGE = draw_image(0)
 FIRST, SECOND = IMAGE.labels[:2]
@@ -80,35 +77,6 @@ def test_names_several_contrasts_and_the_predicted_class(demo):
 def test_what_makes_no_sense_is_refused(demo, method, targets, words):
     with pytest.raises(OptionError, match=words):
         demo.explain_batch([IMAGE.image], methods=[method], targets=targets)
-
-
-def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):
-    image = tmp_path / "one.png"
-    write_image(image, IMAGE.image)
-    names = demo.class_names
-    entry = [str(image), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
-    result = CliRunner().invoke(cli, ["explain", "--model", "demo", "--method", "gae", "--class", names[FIRST], *entry])
-    assert result.exit_code == 0, result.stderr
-    record = json.loads(result.stdout)
-    assert record["target"] == f"{names[FIRST]} against {names[SECOND]}"
-    assert record["class_index"] is None and "in logits" in result.stderr
-    entry = ["--method", "rollout", "--against", "1", "-o", str(tmp_path / "x.png")]
-    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(image), *entry])
-    assert refused.exit_code == 2 and "class-specific" in refused.stderr
-
-
-def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
-    (tmp_path / "in").mkdir()
-    write_image(tmp_path / "in" / "one.png", IMAGE.image)
-    entry = [str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--class", str(FIRST), "--against", str(SECOND)]
-    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *entry, "--method", "gae", "--report"])
-    assert result.exit_code == 0, result.output
-    row = json.loads((tmp_path / "out" / "manifest.jsonl").read_text())
-    assert row["target"] == f"{demo.class_names[FIRST]} against {demo.class_names[SECOND]}"
-    assert (row["class_index"], row["probability"]) == (None, None)
-    actual = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
-    assert row["value"] == pytest.approx(actual.score.value, abs=1e-3)
-    assert row["target"] in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):

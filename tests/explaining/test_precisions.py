@@ -1,14 +1,11 @@
 """A model in another precision: the same maps to its rounding, and a run of its own."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from tests.typed import typed_here
 from vitflow import Explainer, load_model
-from vitflow.demo import SAMPLE_FOLDER, sample_images
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 
 METHODS = [("rollout", {}), ("rollout", {"preset": "paper"}), ("gae", {}), ("attention", {})]
@@ -31,14 +28,3 @@ def test_maps_are_those_of_full_precision_to_its_rounding(dtype, tolerance):
 def test_an_unknown_precision_is_refused_before_a_model_is_loaded():
     with pytest.raises(OptionError, match="Unknown dtype 'half'.*bfloat16"):
         Explainer("no such model", dtype="half")
-
-
-def test_a_run_in_another_precision_is_another_run(tmp_path, monkeypatch, capsys):
-    def folder(*arguments):
-        command = ["folder", SAMPLE_FOLDER, "-o", tmp_path, "--model", "demo", "--limit", "2", "--refine", "0"]
-        return typed_here(monkeypatch, capsys, tmp_path, *command, "--device", "cpu", *arguments)[0]
-
-    assert folder("--dtype", "bfloat16") == 0
-    assert json.loads((tmp_path / "run.json").read_text())["totals"]["explained"] == 2
-    assert folder() == folder("--dtype", "half") == 2
-    assert folder("--dtype", "bfloat16") == 0

@@ -205,17 +205,6 @@ def test_class_specific_methods_go_through_windows(method):
         np.testing.assert_allclose(actual[image].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
 
 
-def test_overlapping_windows_add_up():
-    """Three tokens in a row, windows {0, 1} and {1, 2}: token 1 attends through both, and its row is their sum."""
-    layout = TokenLayout(0, 1, 3)
-    index = torch.tensor([[0, 1], [1, 2]])
-    weights = torch.tensor([[[[0.9, 0.1], [0.4, 0.6]], [[0.3, 0.7], [0.2, 0.8]]]], dtype=torch.float64)
-    matrix = np.array([[0.9, 0.1, 0.0], [0.4, 0.6 + 0.3, 0.7], [0.0, 0.2, 0.8]])
-    readout = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    actual, _ = staged_rollout([weights], [LayerTokens(layout, layout, index, index)], readout=readout)
-    np.testing.assert_allclose(actual[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
-
-
 @pytest.mark.parametrize("additive", [False, True])
 def test_one_window_of_all_tokens_is_the_whole_matrix(additive):
     """The fast path over whole matrices gives what the path through windows gives."""
@@ -229,43 +218,44 @@ def test_one_window_of_all_tokens_is_the_whole_matrix(additive):
     torch.testing.assert_close(whole, windowed, rtol=0, atol=1e-12)
 
 
-def test_padding_passes_nothing_on():
-    layout = TokenLayout(0, 1, 2)
-    index = torch.tensor([[0, 1, -1]])
-    weights = torch.tensor([[[[0.5, 0.1, 0.4], [0.2, 0.2, 0.6], [0.0, 0.0, 1.0]]]], dtype=torch.float64)
-    matrix = np.array([[0.5, 0.1], [0.2, 0.2]])
-    actual, _ = staged_rollout(
-        [weights], [LayerTokens(layout, layout, index, index)], readout=torch.tensor([[1.0, 0.0]]).double()
-    )
-    np.testing.assert_allclose(actual[0], references.residual(matrix, 0.5)[0], atol=1e-12)
+FINE, COARSE, TWO, THREE, CLASS = (TokenLayout(*one) for one in ((0, 2, 2), (0, 1, 1), (0, 1, 2), (0, 1, 3), (1, 1, 2)))
+OVERLAP, PADDED = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, -1]])
 
 
-def test_a_token_that_asks_nothing_keeps_its_share():
-    """Class attention: the class token alone attends, and the patches pass unchanged."""
-    layout = TokenLayout(1, 1, 2)
-    entry = LayerTokens(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
-    weights = torch.tensor([[[[0.2, 0.3, 0.5]]]], dtype=torch.float64)
-    actual, _ = staged_rollout([weights], [entry], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
-    np.testing.assert_allclose(actual[0], [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25], atol=1e-12)
-
-
-def test_pooled_keys_spread_over_what_they_stand_for():
-    """Four tokens attend to one key that stands for all of them."""
-    fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
-    weights = torch.ones(1, 1, 4, 1, dtype=torch.float64)
-    actual, layout = staged_rollout(
-        [weights], [LayerTokens(fine, coarse)], readout=torch.tensor([[1.0, 0.0, 0.0, 0.0]]).double()
-    )
-    assert layout == fine
-    np.testing.assert_allclose(actual[0], [0.5 + 0.125, 0.125, 0.125, 0.125], atol=1e-12)
-
-
-def test_pooled_queries_hand_their_row_to_the_finer_keys():
-    fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
-    weights = torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]], dtype=torch.float64)
-    actual, layout = staged_rollout([weights], [LayerTokens(coarse, fine)], readout=torch.tensor([[1.0]]).double())
-    assert layout == fine
-    np.testing.assert_allclose(actual[0], [0.125 + 0.05, 0.125 + 0.1, 0.125 + 0.15, 0.125 + 0.2], atol=1e-12)
+@pytest.mark.parametrize(
+    ("entry", "weights", "readout", "expected"),
+    [
+        (  # windows {0, 1} and {1, 2}: token 1 attends through both, and its row is their sum
+            LayerTokens(THREE, THREE, OVERLAP, OVERLAP),
+            [[[0.9, 0.1], [0.4, 0.6]], [[0.3, 0.7], [0.2, 0.8]]],
+            [0.2, 0.5, 0.3],
+            np.array([0.2, 0.5, 0.3])
+            @ references.residual(np.array([[0.9, 0.1, 0], [0.4, 0.9, 0.7], [0, 0.2, 0.8]]), 0.5),
+        ),
+        (  # padding passes nothing on
+            LayerTokens(TWO, TWO, PADDED, PADDED),
+            [[[0.5, 0.1, 0.4], [0.2, 0.2, 0.6], [0.0, 0.0, 1.0]]],
+            [1.0, 0.0],
+            references.residual(np.array([[0.5, 0.1], [0.2, 0.2]]), 0.5)[0],
+        ),
+        (  # class attention: the class token alone attends, and the patches pass unchanged
+            LayerTokens(CLASS, CLASS, torch.tensor([[0]]), torch.tensor([[0, 1, 2]])),
+            [[[0.2, 0.3, 0.5]]],
+            [0.5, 0.25, 0.25],
+            [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25],
+        ),
+        # four tokens attend to one key that stands for all of them
+        (LayerTokens(FINE, COARSE), [[[1.0]] * 4], [1.0, 0, 0, 0], [0.5 + 0.125, 0.125, 0.125, 0.125]),
+        # a pooled query hands its row to the finer keys
+        (LayerTokens(COARSE, FINE), [[[0.1, 0.2, 0.3, 0.4]]], [1.0], [0.175, 0.225, 0.275, 0.325]),
+    ],
+    ids=["overlap", "padding", "class attention", "pooled keys", "pooled queries"],
+)
+def test_a_layer_equals_its_matrix_written_out(entry, weights, readout, expected):
+    weights, readout = (torch.tensor(one, dtype=torch.float64) for one in (weights, readout))
+    actual, layout = staged_rollout([weights[None]], [entry], readout=readout[None])
+    assert layout == (FINE if FINE in (entry.queries, entry.keys) else entry.keys)
+    np.testing.assert_allclose(actual[0], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
