@@ -320,8 +320,9 @@ def test_the_ends_are_requested_once_for_all_maps(how):
     model, requested = literal_vit.timm_model(), []
     explainer = Explainer(model, data_config=DATA)
     maps = maps_of(explainer, *random_grids(4))
-    faithfulness_curves(explainer, maps, replace=how)  # whether the model can drop tokens is now known
     model.norm.register_forward_pre_hook(lambda module, args: requested.append(tuple(args[0].shape[:2])))
+    faithfulness_curves(explainer, maps, replace=how)  # whether the model can drop tokens is now known
+    requested.clear()
     faithfulness_curves(explainer, maps, replace=how, points=5, batch_size=100)
     if how == "drop":  # the readout; 4, 8 and 12 patches removed; choices of one length run together
         assert sorted(requested) == [(1, 1), (1, 17), (1, 17), (8, 5), (8, 9), (8, 13)]

@@ -94,7 +94,7 @@ MISTAKES = [
     (lambda: BLANKED(rows=2, batch_size=0), OptionError, "occlusion_batch of at least 1"),
     (lambda: BLANKED(rows=9), ShapeError, "1 to 8 cells on a side of 8 pixels, got 9"),
     (
-        lambda: Explainer(tiny()).explain(IMAGE, method="occlusion", patch_size=40),
+        lambda: Explainer(tiny(), data_config=DATA).explain(IMAGE, method="occlusion", patch_size=40),
         OptionError,
         "patch_size from 1 to 32",
     ),

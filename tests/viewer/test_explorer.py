@@ -47,9 +47,8 @@ def place(tmp_path_factory, explainer) -> Path:
     wide = Image.new("RGB", (first.width * 3 // 2, first.height), "navy")
     wide.paste(second, (first.width // 4, 0))
     wide.save(folder / HOSTILE)
-    page = explore(
-        [folder / "first.png", folder / HOSTILE], model=explainer, methods=["gae", "sampling", "consensus"], masks=16
-    )
+    methods = ["gae", *((method, {"masks": 16}) for method in ("sampling", "consensus"))]
+    page = explore([folder / "first.png", folder / HOSTILE], model=explainer, methods=methods)
     page.save(folder / "page.html")
     return folder
 

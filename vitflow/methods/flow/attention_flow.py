@@ -131,8 +131,11 @@ def attention_flow(
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     sources = _sources(source, batch, tokens)
     last = first + len(chosen) - 1
-    per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
-    seen = visible_keys(chosen, causal, attention_mask, per_layer)
+    if visible is not None and not isinstance(visible, Tensor):
+        if len(visible) != len(attentions):
+            raise ShapeError(f"Expected visible as {len(attentions)} layers or one for all, got {len(visible)} layers.")
+        visible = visible[first - 1 : last]
+    seen = visible_keys(chosen, causal, attention_mask, visible)
     device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
     chosen = [(fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer).detach().cpu() for layer in chosen]
     seen = None if seen is None else [mask.cpu() for mask in seen]
