@@ -127,8 +127,9 @@ def test_a_head_replaced_later_has_other_classes():
 
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
-    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which tests the model on noise, once
     kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
+    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which tests the model on noise, once
+    passes["forward"] = 0
     differentiate = Trace.gradients_of
     counted = lambda *args: passes.update(backward=passes["backward"] + 1) or differentiate(*args)  # noqa: E731
     monkeypatch.setattr(Trace, "gradients_of", counted)
