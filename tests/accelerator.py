@@ -2,7 +2,8 @@
 
 The weights of a model and what is moved to "cuda" count as tensors of the device. They are computed on the CPU, but a
 function of tensors of both devices fails, `numpy` of a tensor on the device as well, and all that waits for the device
-is counted: copies in either direction, Python numbers, and functions whose result has a shape that depends on values.
+is counted: copies in either direction (not those from pinned memory that do not block), Python numbers, and functions
+whose result has a shape that depends on values.
 """
 
 import os
@@ -39,10 +40,11 @@ class Accelerator(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._weights = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        self._pinned: list[Tensor] = []
         self.waits: Counter[str] = Counter()
 
     def _is_here(self, value: Tensor) -> bool:
-        return isinstance(value, OnDevice) or id(value) in self._weights
+        return isinstance(value, OnDevice | nn.Parameter) or id(value) in self._weights
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -50,7 +52,8 @@ class Accelerator(TorchFunctionMode):
             device = CUDA if self._is_here(args[0]) else CPU
             return device if func == Tensor.device.__get__ else func == getattr(Tensor, f"is_{device.type}").__get__
         if name == "pin_memory":
-            return args[0]
+            self._pinned.append(args[0].clone())
+            return self._pinned[-1]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         here = any(map(self._is_here, tensors))
         if name in ("to", "cpu"):
@@ -70,8 +73,9 @@ class Accelerator(TorchFunctionMode):
                 there, value = torch.device(value).type == "cuda", CPU
             elif isinstance(value, Tensor):
                 there, value = self._is_here(value), value.dtype
-            others += [value] if not isinstance(value, bool) else []
-        if there != here:
+            others += [value] if isinstance(value, torch.dtype) else []
+        overlaps = kwargs.get("non_blocking") and any(tensor is each for each in self._pinned)
+        if there != here and not overlaps:
             self._wait("to the device" if there else "to the CPU")
         result = tensor.to(*others) if others else tensor
         return _marked(result, True) if there else result.as_subclass(Tensor)
