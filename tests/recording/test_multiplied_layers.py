@@ -69,6 +69,27 @@ def test_stages_and_windows_keep_their_layers():
         torch.testing.assert_close(rollout(multiplied, **given).grids, rollout(whole, **given).grids, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("channels", "multiplied"), [(24, [0, 0, 0]), (27, [3])])
+def test_sequences_longer_than_their_channels_are_not_multiplied(channels, multiplied, fused):
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(48, 8, embed_dim=channels, depth=3, num_heads=3).eval()  # 37 tokens
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    with torch.no_grad():
+        with record_attention(model) as heads:
+            model(pixels := torch.randn(2, 3, 48, 48))
+        with record_attention(model, head_fusion="mean", residual=0.5) as trace:
+            model(pixels)
+        actual = rollout(trace, **changed_options(0.5) | {"head_fusion": "mean", "value_weighted": False}).grids
+    assert [layer.multiplied for layer in trace.layers] == multiplied
+    for image in range(2):  # literally, in float64
+        row = np.eye(37)[0]
+        for layer in reversed(heads.attentions):
+            row = row @ references.residual(layer[image].double().mean(dim=0).numpy(), 0.5)
+        np.testing.assert_allclose(actual[image].flatten(), row[1:], rtol=1e-5)
+
+
 def test_a_query_that_sees_no_key_keeps_itself():
     def masked(self, tokens):  # the first query sees no key, and the second one alone
         heads = self.proj(tokens).unflatten(-1, (3, 2)).transpose(1, 2)

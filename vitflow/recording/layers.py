@@ -27,6 +27,9 @@ FusionKey = tuple[str, ValueWeighting]
 # The number of layers per product. More layers take more time (noticeable in small models) and save little memory
 # compared with the forward pass.
 _MULTIPLIED = 4
+#: The most tokens per channel of layers that are multiplied. For longer sequences, the products would take more than a
+#: tenth of the time of the forward pass: benchmarks.overhead, as in docs/costs.md.
+TOKENS_PER_CHANNEL = 1.5
 
 #: Message for a trace without a forward pass.
 NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."

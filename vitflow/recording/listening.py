@@ -22,6 +22,7 @@ from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
 from vitflow.recording.layers import (
+    TOKENS_PER_CHANNEL,
     Arrange,
     AttentionLayer,
     FusionKey,
@@ -171,7 +172,8 @@ class Listening(Interception):
                 place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
                     identity_rows(place, part.queries.start)
-        self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible), normal)
+        layer = AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible)
+        self._take(layer, heads * value.shape[-1], normal)
 
     def _pools(self) -> bool:
         """Return True if the running module is an attention pooling head, or a direct part of one."""
@@ -268,7 +270,9 @@ class Listening(Interception):
                     f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "
                     f"{OTHER_METHODS if self.tokens is None else 'Use a model with full attention.'}"
                 )
-            self._take(close_layer(name, parts, module, fusions))
+            values = [part.vectors for part in parts if part.vectors is not None]
+            channels = sum(each[0].numel() // each.shape[-2] for each in values)
+            self._take(close_layer(name, parts, module, fusions), channels)
         elif name in self._projections:
             self._projections[name].check_product()
         for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
@@ -286,11 +290,12 @@ class Listening(Interception):
         whole = len(shapes) == 1 and all(queries == keys for _, queries, keys in shapes)
         return "" if whole else "chunk by chunk"
 
-    def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
+    def _take(self, layer: AttentionLayer, channels: int, normal: bool = False) -> None:
         self.recorded_any = True
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
-        if self.residual and count == self.batch and queries == keys and self.watch.contains(layer.name):
+        square = count == self.batch and queries == keys and self.watch.contains(layer.name)
+        if self.residual and square and keys <= TOKENS_PER_CHANNEL * channels:
             anew = self.watch.is_changed
             append_to_product(self._trace.layers, layer, self.residual, normal=normal, anew=anew)
         else:

@@ -56,7 +56,8 @@ class record_attention:
         keys: keep the key vectors of each layer if they can be observed.
         visible: keep the attention mask of each layer with masked keys in `trace.layers[…].visible`.
         residual: if above 0, multiply every four layers with global attention to their rollout product, with this
-            residual and discard ratio 0. Requires one fusion; uses a quarter of the memory.
+            residual and discard ratio 0. Requires one fusion; uses a quarter of the memory. Long sequences, of more
+            tokens than 1.5 times their channels, are not multiplied, which is faster.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
             logits.
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
