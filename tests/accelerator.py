@@ -66,18 +66,17 @@ class Accelerator(TorchFunctionMode):
 
     def _moved(self, name, func, here, args, kwargs):
         """Copy a tensor to the device of an argument."""
-        tensor, *others = args
-        others, there = [], here
+        tensor, kinds, there = args[0], [], here
         for value in (*args[1:], *kwargs.values(), *([CPU] if name == "cpu" else [])):
             if isinstance(value, str | torch.device):
-                there, value = torch.device(value).type == "cuda", CPU
+                there = torch.device(value).type == "cuda"
             elif isinstance(value, Tensor):
                 there, value = self._is_here(value), value.dtype
-            others += [value] if isinstance(value, torch.dtype) else []
+            kinds += [value] if isinstance(value, torch.dtype) else []
         overlaps = kwargs.get("non_blocking") and any(tensor is each for each in self._pinned)
         if there != here and not overlaps:
             self._wait("to the device" if there else "to the CPU")
-        result = tensor.to(*others) if others else tensor
+        result = tensor.to(*kinds) if kinds else tensor
         return _marked(result, True) if there else result.as_subclass(Tensor)
 
     def _check(self, name, args, others):
