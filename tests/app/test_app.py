@@ -320,6 +320,7 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
     error.wait_for(state="detached")
 
 
+@pytest.mark.slow  # starts another server
 def test_a_named_photograph_is_explained_at_once(visit, tmp_path):
     with serving(tmp_path, "demo", "--", str(SAMPLE)) as named:
         tab = visit(url=named.local_url)

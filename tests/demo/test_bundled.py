@@ -100,7 +100,7 @@ def test_words_that_it_does_not_know_are_reported() -> None:
         Explainer("demo-text", outputs=prompts(["a red heart", "a grey circle"]))
 
 
-@pytest.mark.parametrize("name", ["text", "caption"])
+@pytest.mark.parametrize("name", ["text", pytest.param("caption", marks=pytest.mark.slow)])
 def test_training_writes_a_folder_that_loads_and_says_how_it_was_trained(
     name: str, script: Callable[[str], ModuleType], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

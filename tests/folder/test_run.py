@@ -537,7 +537,7 @@ from pathlib import Path
 import sys
 print("begun")
 from tests.folder.test_run import run
-print(run(sys.argv[1], sys.argv[2], workers=2).explained)
+print(run(sys.argv[1], sys.argv[2], workers=1).explained)
 """
 
 
