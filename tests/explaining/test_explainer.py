@@ -59,6 +59,8 @@ def test_a_patch_can_be_requested_instead_of_the_answer():
     np.testing.assert_allclose(whole.grid.ravel(), expected.numpy(), rtol=1e-5)
     passes: list[object] = []
     with explaining.model.register_forward_hook(lambda *_: passes.append(None)):
+        explaining.explain(image, method="attention")  # which tests the model on noise, once
+        passes.clear()
         explaining.explain(image, method="rollout", patch=(1, 2))
     assert len(passes) == 1  # the readout of the output is not measured
     with pytest.raises(OptionError, match=r"Patch \(4, 0\) is outside the grid of 4 × 4"):

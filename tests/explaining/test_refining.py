@@ -45,10 +45,13 @@ def literal(explainer, affinity):
             hooks.append(module.register_forward_hook(lambda m, a, out: keys.append(out[0].chunk(3, -1)[1])))
         elif name.endswith((".key", ".k_proj")):
             hooks.append(module.register_forward_hook(lambda m, a, out: keys.append(out[0])))
-    with torch.no_grad(), record_attention(explainer.model) as trace:
-        explainer.model(explainer.pixels(IMAGES[0]))
-    for hook in hooks:
-        hook.remove()
+    pixels = explainer.pixels(IMAGES[0])
+    with torch.no_grad():
+        explainer.model(pixels)
+        for hook in hooks:
+            hook.remove()
+        with record_attention(explainer.model) as trace:
+            explainer.model(pixels)
     patches = trace.layout.num_patches
     attended = [heads[0].mean(dim=0)[-patches:, -patches:].double().numpy() for heads in trace.heads()]
     of_keys = references.key_affinity([layer[-patches:].double().numpy() for layer in keys])

@@ -87,7 +87,14 @@ MISTAKES = [
     *((lambda one=one: attention_rollout(TWO, start_layer=one), OptionError, "start_layer") for one in (0, 1.5)),
     (lambda: attention_rollout(TWO, causal="relative"), OptionError, "Unknown causal 'relative'.*receptive_field"),
     (lambda: attention_rollout(TWO, attention_mask=torch.ones(1, 4)), ShapeError, r"\[1, 5\].*got \(1, 4\)"),
-    (lambda: attention_flow(TWO, causal="raw", visible=[torch.ones(1, 5, 5)] * 3), ShapeError, "visible as 2 layers"),
+    *(
+        (
+            lambda function=function: function(TWO, causal="raw", visible=[torch.ones(1, 5, 5)] * 3),
+            ShapeError,
+            "2 layers",
+        )
+        for function in (attention_flow, attention_rollout)
+    ),
     (lambda: STAGED([]), ShapeError, "residuals of 1 layers"),
     (lambda: STAGED([LayerTokens(PAIR, PAIR)], discard_ratio=1.0), OptionError, "discard_ratio"),
     (lambda: STAGED([LayerTokens(PAIR, PAIR)], start_layer=2), OptionError, "start_layer from 1 to 1"),

@@ -79,11 +79,12 @@ def numbers(length: int = 9) -> Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_whether_a_token_sees_later_ones_is_detected_by_changing_these(name):
     model, causal = of_kind(name).train(), KINDS[name][3]
-    before, random = state_of(model), generators()
-    assert is_causal(model) is causal
-    assert state_of(model) == before and generators() == random
     calls: list[object] = []
     model.register_forward_pre_hook(lambda *given: calls.append(given))
+    before, random = state_of(model), generators()
+    assert is_causal(model) is causal and calls
+    assert state_of(model) == before and generators() == random
+    calls.clear()
     assert is_causal(model) is causal and not calls  # asked once
     assert is_causal(copy.deepcopy(model).eval()) is causal and calls
 
