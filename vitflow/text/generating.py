@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def explain_generation(
             "gae", whose maps match the named objects best and which requires a backward pass per token.
         layout: positions of the patch tokens in the prompt, for unknown model families.
         through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
-        blank: also compute the probability of each token with the image replaced by its mean colour; not for models
+        blank: also compute the probability of each token with each image replaced by its mean colour; not for models
             with an image encoder and cross-attention.
         name: display name of the model; by default its id.
         trust_remote_code: allow models whose repository contains Python code, and run it.
@@ -149,11 +150,13 @@ class _Text:
 
 def _decoder(request: _Request) -> Generation:
     """Explain the text of a decoder, whose prompt may contain images or a video."""
-    model, images = request.model, None
+    model, images, owned = request.model, None, list[_Owned]()
     languages.refuse_not_causal(model)
     if request.image is not None:
         inputs, processor, images = with_images(model, request.inputs, request.image, request.processor, request.layout)
         tokenizer = processor.tokenizer if request.tokenizer is None else request.tokenizer
+        if request.blank and images.video is None and len(images.images) > 1:
+            owned = _owned_pixels(replace(request, processor=processor), images.images)
         request = replace(request, inputs=inputs, tokenizer=tokenizer)
     text = _generated(request)
     passed = _forward_inputs(model, text.arguments, text.ids[:-1])
@@ -166,7 +169,7 @@ def _decoder(request: _Request) -> Generation:
         with evaluating(model), languages.reading(model):
             tower = tower_rows(model, prepared, images.parts, residual=request.options.get("residual", 0.5))
         images = replace(images, tower=tower)
-    probabilities = _with_and_without_image(model, text, passed) if request.blank else None
+    probabilities = _with_and_without_images(model, text, passed, owned) if request.blank else None
     return _generation(request, text, result, images=images, probabilities=probabilities)
 
 
@@ -268,16 +271,56 @@ def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequenc
     return inputs
 
 
-def _with_and_without_image(model: nn.Module, text: _Text, inputs: Mapping[str, Tensor]) -> NDArray[np.float32]:
-    """Return the probability of each generated token, with the image and with its mean colour, [n, 2]."""
+# For each input with pixels, which of them are of one image: bool [..., 1, 1], or [patches, 1].
+_Owned = Mapping[str, Tensor]
+
+
+def _owned_pixels(request: _Request, images: Sequence[NDArray[np.uint8]]) -> list[_Owned]:
+    """Find the pixels of each of several images: those that differ if it is white and the others are black."""
+
+    def processed(white: int | None) -> dict[str, Any]:
+        drawn = [np.full_like(image, 255 if index == white else 0) for index, image in enumerate(images)]
+        return with_images(request.model, request.inputs, drawn, request.processor, request.layout)[0]
+
+    black, owned = processed(None), list[_Owned]()
+    for index in range(len(images)):
+        differs = {name: value != black[name] for name, value in processed(index).items() if _has_pixels(name, value)}
+        owned.append({name: each.flatten(_axis(each)).any(_axis(each)) for name, each in differs.items()})
+    return owned
+
+
+def _has_pixels(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and name.startswith("pixel_values")
+
+
+def _axis(pixels: Tensor) -> int:
+    """Return the first axis within an image [..., height, width], or within a patch of [patches, pixels]."""
+    return pixels.ndim - 2 if pixels.ndim > 2 else 1
+
+
+def _blanked(inputs: Mapping[str, Tensor], owned: _Owned | None) -> dict[str, Tensor]:
+    """Replace the pixels of an image by their mean, for each channel; None for those of the only image."""
     blank = dict(inputs)
     for name, value in inputs.items():
-        if value.is_floating_point() and name.startswith("pixel_values"):
-            # of an image [..., height, width], or of its patches [patches, pixels]
-            blank[name] = value.mean(dim=(-2, -1) if value.ndim > 2 else 0, keepdim=True).expand_as(value)
+        if _has_pixels(name, value):
+            entries = torch.ones(value.shape[: _axis(value)]).bool() if owned is None else owned[name]
+            entries = entries.to(value.device)
+            part, mask = value[entries], entries.reshape(*entries.shape, *[1] * (value.ndim - entries.ndim))
+            mean = part.mean(dim=(-2, -1) if value.ndim > 2 else 0, keepdim=True)
+            blank[name] = value.masked_scatter(mask, mean.expand_as(part))
+    return blank
+
+
+def _with_and_without_images(
+    model: nn.Module, text: _Text, inputs: Mapping[str, Tensor], owned: Sequence[_Owned]
+) -> NDArray[np.float32]:
+    """Return the probability of each generated token with the images, without each, and if several without all."""
+    without = [_blanked(inputs, each) for each in owned or [None]]
+    if owned:
+        without.append(reduce(_blanked, owned, dict(inputs)))
     columns = []
     with evaluating(model), torch.no_grad(), languages.reading(model):
-        for given in (inputs, blank):
+        for given in (inputs, *without):
             shares = model(**given).logits[0, text.start - 1 :].float().softmax(dim=-1)
             tokens = torch.tensor(text.ids[text.start :], device=shares.device)
             columns.append(shares.gather(1, tokens.unsqueeze(1)))

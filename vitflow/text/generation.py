@@ -60,8 +60,8 @@ class Generation:
             field; else None.
         seconds: time of the generation and the method.
         images: images of the prompt and the positions of their patch tokens; None without images.
-        probabilities: probability of each generated token with the image, and with its mean colour instead, float32
-            [n, 2]; None unless requested by `blank`.
+        probabilities: probability of each generated token with the images, with each replaced by its mean colour, and
+            with all of several images replaced; float32 [n, 2], or [n, images + 2]. None unless requested by `blank`.
         model_note: note on the model, if its metadata has one.
     """
 
@@ -146,7 +146,8 @@ class Generation:
         facts["layer"] = top + 1
         if self.probabilities is not None:  # of a word, the product over its tokens
             products = self.probabilities[indices].astype(np.float64).prod(axis=0)
-            with_image, blank = (round(float(product), 6) for product in products)
+            shown = self.images.parts[parts[0]].image if self.images.video is None else 0
+            with_image, blank = (round(float(products[column]), 6) for column in (0, 1 + shown))
             display = f"{blank:.1%} (with the image {with_image:.1%})"
             facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
         return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, facts)
