@@ -178,6 +178,9 @@ def test_an_output_into_a_folder_that_is_not_there_yet(here, images, tmp_path):
 def test_an_output_that_cannot_be_written_is_reported_in_one_line_with_its_name_and_size(here, tmp_path, monkeypatch):
     Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
     (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "one.npz").mkdir()
+    code, out, err = here("explain", "--model", "demo", "wide.png", "-o", "one.png", "--save-map")
+    assert (code, out) == (1, "") and "error: Cannot write one.npz: " in err and ".part" not in err
     monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=PermissionError(13, "Permission denied")))
     for output in ("file/map.png", "taken.png"):
         code, out, err = here("explain", "--model", "demo", "wide.png", "--method", "rollout", "-o", output)

@@ -166,6 +166,15 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, 
     assert re.search(message, done.stderr)
 
 
+def test_a_missing_model_and_a_page_that_cannot_be_written_are_reported(encoder):
+    for arguments, model in ((["a"], "bert"), (["--prompt", "a"], "gpt2")):
+        done = read(*arguments)
+        assert done.exit_code == 2 and re.search(f"Expected --model, .*{model}", done.stderr)
+    for name in ("", "x" * 300):
+        done = read("the key", "--model", encoder, "--html", name)
+        assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception
+
+
 def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
         tmp_path

@@ -170,7 +170,7 @@ def test_without_patches_a_model_that_pools_them_gets_the_blank_image():
     def average(self: nn.Module, x: Tensor) -> Tensor:
         return self.vit.head(self.vit.forward_features(x)[:, self.first :].mean(dim=1))
 
-    pools = {"average", "average beside a class token", "attention pooling"}
+    pools = {"average", "average beside a class token", "attention pooling", "refining pooling"}
     models = {name: literal_vit.timm_model(name) for name in literal_vit.READOUTS}
     for first, name in ((1, "own average"), (0, "all tokens")):
         models[name] = Custom(average, vit=literal_vit.timm_model(), first=first)

@@ -72,7 +72,7 @@ def test_every_number_of_the_tables_is_there(open_page, saved):
     sections = page.locator("main section:not(#examples)")
     for number, group in enumerate(actual.groups[:-1]):  # rank correlation has other tables
         table = sections.nth(number).locator("table.numbers").first
-        head = table.locator("thead th").all_inner_texts()
+        head = [text.replace("\xa0", " ") for text in table.locator("thead th").all_inner_texts()]
         metrics = [metric for metric in actual.metrics if metric.group == group]
         control = {"localisation": "roc_auc", "faithfulness": "deletion_auc"}.get(group)
         last = [f"{METRICS[control].title}, blurred"] if control else []

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,6 +24,7 @@ from vitflow.evaluation import (
     faithfulness_curves,
     flip_stability,
     localise,
+    measuring,
     results,
     run,
 )
@@ -229,6 +231,13 @@ def test_an_image_that_the_model_fails_on_does_not_take_its_batch_along(demo, mo
     assert [(row["input"], row["error"], row["message"]) for row in actual.failures] == [
         ("demo-2", "RuntimeError", "cannot add")
     ]
+
+
+def test_a_metric_that_fails_on_one_image_fails_that_image(demo, monkeypatch):
+    honest, calls = measuring.localise, count()
+    monkeypatch.setattr(measuring, "localise", lambda *given: 1 / 0 if next(calls) == 4 else honest(*given))
+    actual = evaluate("demo:3", model=demo, methods=["rollout"], metrics=["roc_auc"], blurred_control=False)
+    assert [(row["input"], row["error"]) for row in actual.failures] == [("demo-1", "ZeroDivisionError")]
 
 
 def test_nothing_to_measure_is_an_error(folder, demo):

@@ -105,6 +105,8 @@ MISTAKES = [
         OptionError,
         "patch_size from 1 to 32",
     ),
+    (lambda: Explainer(tiny(), data_config=DATA, outputs=["a dog"]), OptionError, "a function of the model's output"),
+    (lambda: Explainer(tiny(), data_config=DATA, activation="logits"), OptionError, "activation"),
     *(
         (lambda one=one: record_attention(tiny(), **one), OptionError, "[Ee]xpected|Unknown")
         for one in ({"head_fusion": ["max"]}, {"fusions": ["max"]}, {"layout": (1, 4, 4)})
