@@ -187,3 +187,16 @@ def test_the_command_saves_the_heatmap_alone_and_crops(demo, tmp_path):
     vitflow.explain_folder(image, tmp_path / "run", model=demo, overlays=False, workers=0)
     with pytest.raises(OptionError, match="transparency"):
         draw_run(tmp_path / "run", tmp_path / "drawn", drawing={"background": "none"})
+
+
+def test_an_unknown_drawing_option_and_the_wrong_kind_of_file_are_named(demo, tmp_path):
+    saliency = demo.explain(sample_images()[0], target=1)
+    for draw in (
+        saliency.overlay,
+        saliency.figure,
+        vitflow.compare(saliency.image, model=demo, methods=["gae"]).figure,
+    ):
+        with pytest.raises(OptionError, match="drawing option 'colormap'. Did you mean 'cmap'"):
+            draw(colormap="jet")
+    with pytest.raises(OptionError, match=r"figure\('.*a\.pdf'\) writes PDF"):
+        saliency.save(tmp_path / "a.pdf")

@@ -189,7 +189,8 @@ def names_folder(output: str) -> bool:
 def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
     """Raise OptionError if an output has none of these suffixes."""
     if output.suffix.lower() not in suffixes:
-        raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")
+        figure = " --figure writes .pdf and .svg." if ".npy" in suffixes and output.suffix in FIGURE_FORMATS else ""
+        raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.{figure}")
 
 
 def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: bool, explainer: Any) -> None:

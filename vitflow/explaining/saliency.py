@@ -256,6 +256,8 @@ class Saliency:
         """
         path = Path(path)
         suffix = path.suffix.lower()
+        if suffix in (".pdf", ".svg"):
+            raise OptionError(f"save writes the overlay or the map; figure({str(path)!r}) writes {suffix[1:].upper()}.")
         if suffix not in (".npz", ".npy"):
             write_image(path, self.overlay(**options))
             return path

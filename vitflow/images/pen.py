@@ -31,6 +31,13 @@ class Bar:
     labels: tuple[str, str] = ("low", "high")
 
 
+#: Names of the options of `Pen`.
+DRAWING_OPTIONS = (
+    *("alpha", "background", "cmap", "contours", "crop_to_seen", "dpi", "fade", "interpolation", "robust", "unseen"),
+    *("vmax", "vmin"),
+)
+
+
 class Pen:
     """Drawing settings of maps.
 
@@ -60,6 +67,8 @@ class Pen:
     ) -> None:
         if width is None and dpi != DPI:
             raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
+        for name in blending:
+            check_known("drawing option", name, DRAWING_OPTIONS)
         background = blending.get("background", "grey")
         check_known("background", background, BACKGROUNDS)
         check_known("unseen", unseen, UNSEEN)

@@ -206,6 +206,11 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
 def layers_of(attentions: object) -> list[Tensor]:
     """Return the layers of a sequence, or of one tensor, as a list; ShapeError unless they are dense real tensors."""
     expected = "Expected attention as a sequence of torch tensors of real numbers, first layer first"
+    if isinstance(attentions, Tensor) and attentions.ndim == 4:
+        raise ShapeError(
+            f"{expected}, got one tensor {list(attentions.shape)}: pass [attention] for one layer [batch, heads, "
+            "tokens, tokens], or list(attention) for the fused attention of several layers."
+        )
     try:
         layers: list[Tensor] = list(attentions)  # type: ignore[call-overload]
     except TypeError as error:

@@ -23,7 +23,7 @@ from vitflow.recording.readout import HALF_SCALE, Read
 from vitflow.recording.recorded_head import RecordedHead
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Trace(RecordedHead):
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
@@ -46,6 +46,9 @@ class Trace(RecordedHead):
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
 
     def begin(self, pixels: Tensor | None = None, read: Read = logits_of, call: Call | None = None) -> None:
         """Reset the trace for a new forward pass on this model input."""

@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 
 // --- words -----------------------------------------------------------------------------------------------------------
 
-const percent = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
+const percent = (value) => (value === null ? "" : value < 0.0005 ? "<0.1 %" : `${(100 * value).toFixed(1)} %`);
 const minus = (text) => text.replaceAll("-", "−");
 
 // A number as people read it: three digits, or as many as are asked for.
