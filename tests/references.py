@@ -54,11 +54,11 @@ def rollout(
 
 
 def balanced(matrix: Array) -> Array:
-    """Rows to sum 1, then columns, until every row sums to 1 within 1e-9; at most 100 rounds."""
+    """Rows to sum 1, then columns, until every row sums to 1 within 1e-13, however many rounds that takes."""
     result = matrix.copy()
     size = len(result)
-    for _ in range(100):
-        if all(abs(sum(result[i]) - 1) <= 1e-9 for i in range(size)) and not np.array_equal(result, matrix):
+    for _ in range(10_000):
+        if all(abs(sum(result[i]) - 1) <= 1e-13 for i in range(size)) and not np.array_equal(result, matrix):
             break
         for i in range(size):
             result[i] = result[i] / sum(result[i])

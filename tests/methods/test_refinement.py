@@ -27,7 +27,8 @@ def test_the_affinity_of_keys_equals_the_literal_definition():
     actual = key_affinity(keys).matrix
     for image in range(2):
         expected = references.key_affinity([layer[image].numpy() for layer in keys])
-        np.testing.assert_allclose(actual[image], expected, rtol=0, atol=1e-9)
+        # Some pairs of patches are hardly similar: their numbers are 1000 times as uncertain as the sums of rows.
+        np.testing.assert_allclose(actual[image], expected, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -85,13 +86,23 @@ def test_a_batch_gives_what_its_images_give_alone(dtype):
         assert torch.equal(together[one], alone)
 
 
-def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
-    layer = attention(layers=1)[0]
-    before = layer.clone()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sharpness", [0.1, 2.0, 4.0])
+def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone(sharpness, dtype):
+    layer = attention(layers=1, tokens=40, sharpness=sharpness)[0].to(dtype)
+    before, tolerance = layer.clone(), refinement.TOLERANCE[dtype]
     actual = balance(layer)
     assert torch.equal(layer, before)
-    np.testing.assert_allclose(actual.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
-    np.testing.assert_allclose(actual.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(actual.matrix.sum(dim=-1), 1.0, rtol=0, atol=1.1 * tolerance)
+    np.testing.assert_allclose(actual.matrix.sum(dim=-2), 1.0, rtol=0, atol=tolerance / 10)
+    expected = references.balanced(layer[1].double().numpy())
+    np.testing.assert_allclose(actual.matrix[1], expected, rtol=20 * tolerance, atol=0)
+
+
+def test_sums_that_float32_cannot_hold_are_balanced():
+    layer = attention(layers=1)[0].float()
+    layer[0, :, 3] *= 1e-40
+    np.testing.assert_allclose(balance(layer).matrix, balance(layer.double()).matrix, rtol=1e-9, atol=0)
 
 
 def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
@@ -123,11 +134,10 @@ def test_a_random_map_stays_random():
 
 
 def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
-    """Two blocks that hardly touch: a hundred rounds are not enough, and a few even less."""
     matrix = torch.rand(1, 8, 8, dtype=torch.float64)
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
-    monkeypatch.setattr(refinement, "ROUNDS", 5)
+    monkeypatch.setattr(refinement, "ROUNDS", 1)
     actual = balance(matrix)
     assert (actual.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
     ones = torch.ones(1, 8, dtype=torch.float64)

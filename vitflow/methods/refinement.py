@@ -15,8 +15,10 @@ from torch import Tensor
 from vitflow.errors import ShapeError
 from vitflow.methods.gradients import at_least_float32
 
-# Rows of a balanced matrix sum to 1 within this tolerance, after at most this many rounds.
-TOLERANCE, ROUNDS = 1e-9, 100
+# Rows of a balanced matrix sum to 1 within this tolerance, in its precision, after at most this many rounds.
+TOLERANCE, ROUNDS = {torch.float32: 1e-5, torch.float64: 1e-11}, 100
+# Earlier rounds from which the next one is extrapolated.
+_MEMORY = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,10 +26,10 @@ class Balanced:
     """Positive matrices with the factors that make them doubly stochastic: P = diag(rows) · W · diag(cols).
 
     Attributes:
-        matrices: W, [batch, size, size]; products with it are taken in float64.
-        rows, cols: the factors, float64 [batch, size].
-        rest: half of the difference of each row sum from 1 after the last round, float64 [batch, size]; columns sum to
-            1. It is added to the diagonal of the symmetric matrix, which then keeps sums and constants.
+        matrices: W, [batch, size, size], float32 or float64.
+        rows, cols: the factors, [batch, size].
+        rest: half of the difference of each row sum from 1 after the last round, [batch, size]; columns sum to 1. It is
+            added to the diagonal of the symmetric matrix, which then keeps sums and constants.
     """
 
     matrices: Tensor
@@ -38,7 +40,7 @@ class Balanced:
     @property
     def matrix(self) -> Tensor:
         """P itself, float64 [batch, size, size]."""
-        return self.rows.unsqueeze(-1) * self.matrices.double() * self.cols.unsqueeze(-2)
+        return self.rows.double().unsqueeze(-1) * self.matrices * self.cols.unsqueeze(-2)
 
     @property
     def symmetric(self) -> Tensor:
@@ -46,22 +48,23 @@ class Balanced:
         return (self.matrix + self.matrix.mT) / 2 + torch.diag_embed(self.rest)
 
     def spread(self, values: Tensor) -> Tensor:
-        """S times values, float64 [batch, size]; P is not formed."""
-        matrices = self.matrices.double()
-        forth = self.rows * _times(self.cols * values, matrices.mT)
-        back = self.cols * _times(self.rows * values, matrices)
+        """S times values [batch, size], in the precision of the matrices; P is not formed."""
+        values = values.to(self.matrices)
+        forth = self.rows * _times(self.cols * values, self.matrices.mT)
+        back = self.cols * _times(self.rows * values, self.matrices)
         return (forth + back) / 2 + self.rest * values
 
     def distance_to_uniform(self) -> Tensor:
-        """‖P − 1/size‖², the squared distance to the matrix that makes every map constant, float64 [batch]."""
-        squares = _times(self.rows.square(), self.matrices.double().square())
+        """‖P − 1/size‖², the squared distance to the matrix that makes every map constant, [batch]."""
+        squares = _times(self.rows.square(), self.matrices.square())
         return (squares * self.cols.square()).sum(dim=-1) - 1
 
 
 def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     """Scale rows and columns of positive matrices [batch, tokens, tokens], in turn, until both sum to 1.
 
-    Only the last `size` rows and columns are used, if given. None if some row or column sums to 0.
+    Only the last `size` rows and columns are used, if given. None if some row or column sums to 0. The rounds are
+    those of Sinkhorn and Knopp, extrapolated: real attention needs a quarter of the rounds for the same factors.
 
     Source: Sinkhorn & Knopp, "Concerning Nonnegative Matrices and Doubly Stochastic Matrices", 1967.
 
@@ -70,20 +73,44 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
              [0.5000, 0.5000]]], dtype=torch.float64)
     """
     first = 0 if size is None else matrices.shape[-1] - size
-    inner = matrices[:, first:, first:].double()
-    rows, cols = inner.new_ones(inner.shape[:2]), inner.new_ones(inner.shape[:2])
-    open_ = inner.new_ones(len(inner), 1, dtype=torch.bool)  # the factors of an image do not depend on the batch
+    inner = at_least_float32(matrices)[:, first:, first:]
+    tolerance, (batch, count, _) = TOLERANCE[inner.dtype], inner.shape
+    logs = inner.new_zeros(batch, count)  # logarithms of the factors of rows
+    # Changes of the step of a round, and of its end, from one round to the next.
+    changes, before = inner.new_zeros(2, batch, _MEMORY, count), logs
+    error = logs.new_full((batch, 1), torch.inf)
     for number in range(ROUNDS + 1):
+        cols = 1 / _times(logs.exp(), inner)
         sums = _times(cols, inner.mT)
-        if number == 0 and ((sums <= 0).any() or (_times(1 / sums, inner) <= 0).any()):
-            return None
-        if number:
-            open_ = open_ & ((rows * sums - 1).abs().amax(dim=-1, keepdim=True) > TOLERANCE)
+        if number == 0 and not ((sums > 0) & (sums < torch.inf)).all():
+            # Sums of float32 may be 0 where those of float64 are not.
+            return balance(matrices.double(), size) if inner.dtype is torch.float32 else None
+        end = -sums.log()
+        step, last = end - logs, error
+        error = step.abs().amax(dim=-1, keepdim=True)
+        # Factors that fit stay as they are: those of an image do not depend on the batch.
+        open_ = error > tolerance
         if number == ROUNDS or not open_.any():
             break
-        rows = torch.where(open_, 1 / sums, rows)
-        cols = torch.where(open_, 1 / _times(rows, inner), cols)
-    return Balanced(matrices[:, first:, first:], rows, cols, (1 - rows * sums) / 2)
+        now = torch.stack([step, end])
+        if number:  # a round that made the sums worse is followed by a plain one
+            changes[:, :, number % _MEMORY] = now - before
+            end = torch.where(error <= last, end - _correction(*changes, step), end)
+        logs, before = torch.where(open_, end, logs), now
+    rows = logs.exp()
+    return Balanced(inner, rows, cols, (1 - rows * sums) / 2)
+
+
+def _correction(steps: Tensor, ends: Tensor, step: Tensor) -> Tensor:
+    """Return the combination of the changes of ends whose changes of steps, [batch, changes, size], best equal a step.
+
+    Source: Walker & Ni, "Anderson Acceleration for Fixed-Point Iterations", SIAM Journal on Numerical Analysis 2011.
+    """
+    products = steps @ steps.mT
+    # Changes may depend on each other, and are 0 at first and once an image has converged.
+    diagonal = products.diagonal(dim1=-2, dim2=-1)
+    diagonal.mul_(1 + 8 * torch.finfo(step.dtype).eps).add_(1e-30)
+    return _times(torch.linalg.solve(products, _times(step, steps.mT)), ends)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -125,7 +152,7 @@ class Affinity:
         return matrices[0] if len(matrices) == 1 else (matrices[0] + matrices[1]) / 2
 
     def spread(self, values: Tensor) -> Tensor:
-        """Multiply values by the affinity, float64 [batch, patches]."""
+        """Multiply values [batch, patches] by the affinity."""
         products = []
         if self.attention:
             spread = [layer.spread(layer.spread(values)) for layer in self.attention]
@@ -184,7 +211,7 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
         units = torch.nn.functional.normalize(at_least_float32(layer), dim=-1)
         total = units @ units.mT if total is None else torch.baddbmm(total, units, units.mT)
     assert total is not None
-    balanced = balance((total / len(layers)).double().clamp_min(0.0) ** _KEY_POWER)
+    balanced = balance((total / len(layers)).clamp_min(0.0) ** _KEY_POWER)
     if balanced is None:
         raise ShapeError("Expected nonzero keys, got a patch with keys of 0.")
     return Affinity(keys=balanced)
@@ -196,7 +223,7 @@ def refine(grids: Tensor, affinity: Affinity, steps: int) -> Tensor:
     >>> refine(torch.tensor([[[1.0, 0.0]]]), co_attention([torch.tensor([[[0.9, 0.1], [0.1, 0.9]]])]), 1)
     tensor([[[0.8200, 0.1800]]])
     """
-    values = grids.detach().double().flatten(1)
+    values = grids.detach().flatten(1)
     for _ in range(steps):
         values = affinity.spread(values)
     return values.reshape(grids.shape).to(grids.dtype)
