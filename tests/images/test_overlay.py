@@ -245,7 +245,7 @@ def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
             color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
             if fade and not cmap:
                 color = np.array([255.0, 0, 0] if step >= 128 else [0, 0, 255.0])
-            assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity)).max() <= 0.501
+            assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity).round()).max() <= 1
 
 
 @pytest.mark.parametrize("cmap", ["viridis", "tab10", "inferno_r"])
@@ -266,9 +266,11 @@ def test_any_value_has_a_color(values, vmin, vmax):
 
 @pytest.mark.parametrize("background", overlay.KEPT)
 @pytest.mark.parametrize(("fade", "soft"), [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 1.0])
 def test_blend_equals_the_literal_formula(alpha, fade, soft, background):
     image, heatmap = photograph(7, 9), random_grid(7, 9)
+    image[:2] //= 64
+    image[2:4] |= 0xC0
     got = blend(image, heatmap, alpha=alpha, fade=fade, vmin=0.1, vmax=0.6, soft=soft, background=background)
     colormap, under = matplotlib.colormaps["plasma"], on_background(image, background, alpha)
     for y in range(7):
@@ -279,9 +281,22 @@ def test_blend_equals_the_literal_formula(alpha, fade, soft, background):
             step = min(int(min(share, 1.0) * 256), 255)
             opacity = alpha * (step / 255 if fade else 1.0)
             color = np.rint(255 * np.array(colormap(step)[:3]))
-            assert np.abs(got[y, x] - (under[y, x] * (1 - opacity) + color * opacity)).max() <= 0.502
+            assert np.abs(got[y, x] - (under[y, x] * (1 - opacity) + color * opacity).round()).max() <= 1
     if alpha == 0:
         np.testing.assert_array_equal(got, image)
+
+
+@pytest.mark.parametrize("background", overlay.KEPT)
+@pytest.mark.parametrize("alpha", [0.25, 0.6, 0.75, 1.0])
+def test_every_level_under_every_colour_is_within_one_level(alpha, background):
+    """In all, 65,536 pairs of a brightness and a value, some of the pixels coloured."""
+    levels, steps = np.meshgrid(np.arange(256), np.arange(256), indexing="ij")
+    image = np.stack([levels, levels ^ (steps % 3), levels & 0xFC], axis=-1).astype(np.uint8)
+    got = blend(image, (steps + 0.5) / 256, alpha=alpha, vmin=0, vmax=1, soft=False, background=background)
+    colors = np.rint(255 * matplotlib.colormaps["plasma"](np.arange(256)))[steps, :3]
+    opacity = alpha * steps[..., None] / 255
+    expected = on_background(image, background, alpha) * (1 - opacity) + opacity * colors
+    assert np.abs(got - expected.round()).max() <= 1
 
 
 def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():

@@ -1,6 +1,7 @@
 """Overlay of a heatmap on its image: scale, colour, blend; images are RGB."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import cv2
@@ -150,17 +151,17 @@ def blend(
     soft = is_soft(vmin, vmax, robust) if soft is None else soft
     two_sides = has_two_sides(low, high)
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
-    opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
+    shade, tint = _tables(colors, alpha * (shares if fade else np.ones_like(shares)))
     overlay = np.array(image, order="C")
-    kept = _kept(background, alpha)
-    limits = (low, high, KNEE if soft else 1.0)
-    tint = opacity[:, None] * colors
+    mix, limits = _mix(background, alpha), (low, high, KNEE if soft else 1.0)
     unseen = np.isnan(heatmap)
     seen = _bounds(~unseen)
-    values, inside = heatmap[seen], overlay[seen]
+    values, inside, holes = heatmap[seen], overlay[seen], unseen[seen]
+    holes = holes if holes.any() else None
     for strip in strips(*values.shape):
         step = _steps(values[strip], limits, len(colors))
-        inside[strip] = _paint(inside[strip], step, kept, 1 - opacity, tint)
+        painted = _paint(inside[strip], step, mix, shade, tint)
+        inside[strip] = painted if holes is None else np.where(holes[strip, :, None], inside[strip], painted)
     if contours is not False:
         draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
     if mark_unseen and unseen.any():
@@ -173,12 +174,24 @@ def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
     return robust and vmin is None and vmax is None
 
 
-def _kept(background: Ground, alpha: float) -> tuple[np.float32, np.float32]:
-    """Return the weights of a pixel's value and of its brightness in its background."""
+def _mix(background: Ground, alpha: float) -> NDArray[np.float32]:
+    """Return the matrix [3, 3] from a pixel to its background."""
     strength = min(2 * alpha, 1.0)
     brightness, color = KEPT[background]
-    weight = 1 - strength + strength * brightness * color
-    return np.float32(weight), np.float32(strength * brightness * (1 - color))
+    weight, shared = 1 - strength + strength * brightness * color, strength * brightness * (1 - color)
+    return (weight * np.eye(3) + shared * np.tile(LUMINANCE, (3, 1))).astype(np.float32)
+
+
+def _tables(
+    colors: NDArray[np.uint8], opacity: NDArray[np.floating[Any]]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """Return two look-up tables of 4 channels in a number each: 255 times the transparency of each step in 8 bits, and
+    255 times its colour times its opacity in 16 bits.
+    """
+    shade = np.rint(255 * (1 - opacity)).astype(np.uint8)
+    tint = np.zeros((len(colors), 4), dtype=np.uint16)
+    tint[:, :3] = np.rint(255 * opacity[:, None] * colors)
+    return np.repeat(shade[:, None], 4, axis=1).view(np.uint32)[:, 0], tint.view(np.uint64)[:, 0]
 
 
 def _bounds(seen: NDArray[np.bool_]) -> tuple[slice, slice]:
@@ -215,9 +228,7 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     if cmap == SEQUENTIAL:
-        # From OpenCV, as matplotlib is slow to import.
-        steps = np.arange(256, dtype=np.uint8)[:, None]
-        return np.ascontiguousarray(cv2.applyColorMap(steps, cv2.COLORMAP_PLASMA)[:, 0, ::-1])
+        return _sequential()
     import matplotlib
 
     if cmap not in matplotlib.colormaps:
@@ -228,12 +239,20 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     return table
 
 
-def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float], steps: int) -> NDArray[np.intp]:
-    """Return the index of each value's colour; `steps` for NaN."""
-    (vmin, vmax, knee), unseen = limits, np.isnan(values)
+@cache
+def _sequential() -> NDArray[np.uint8]:
+    """Return the table of `SEQUENTIAL` from OpenCV, as matplotlib is slow to import."""
+    steps = np.arange(256, dtype=np.uint8)[:, None]
+    return np.ascontiguousarray(cv2.applyColorMap(steps, cv2.COLORMAP_PLASMA)[:, 0, ::-1])
+
+
+def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float], steps: int) -> NDArray[Any]:
+    """Return the index of each value's colour, of any for NaN, in the smallest unsigned type."""
+    vmin, vmax, knee = limits
     # In float64: the range of a map may be too small for float32 to divide by.
-    position = np.where(unseen, vmin, values).astype(np.float64)
-    with np.errstate(over="ignore"):  # the range may be too small even for float64: all values are far outside it
+    position = values.astype(np.float64)
+    # The range may be too small even for float64: all values are far outside it.
+    with np.errstate(over="ignore", invalid="ignore"):
         if not vmax > vmin:
             # Rounding must not lift a constant map above its own value.
             share = np.where(position > vmax + 1e-5 * abs(vmax), 1.0, 0.0)
@@ -241,38 +260,36 @@ def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float]
             side = _curve(np.maximum(position / vmin, position / vmax), knee)
             share = (np.copysign(side, position) + 1) / 2
         else:
-            share = _curve((position - vmin) / (vmax - vmin), knee)
-    return np.where(unseen, steps, np.minimum(share * steps, steps - 1.0).astype(np.intp))
+            position -= vmin
+            position /= vmax - vmin
+            share = _curve(position, knee)
+        share *= steps
+        return np.minimum(share, steps - 1, out=share).astype(np.min_scalar_type(steps - 1))
 
 
 def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
-    """Map shares of the range to 0…1: linear up to the knee, then asymptotic to 1."""
-    clipped = np.clip(shares, 0.0, 1.0)
-    beyond = shares > knee
+    """Map shares of the range to 0…1, in place: linear up to the knee, then asymptotic to 1."""
     if knee < 1:
-        clipped[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares[beyond]) / (1 - knee)))
-    return clipped
+        beyond = np.flatnonzero(shares > knee)
+        shares.flat[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares.flat[beyond]) / (1 - knee)))
+    return np.clip(shares, 0.0, 1.0, out=shares)
 
 
 def _paint(
     image: NDArray[np.uint8],
-    step: NDArray[np.intp],
-    kept: tuple[np.float32, np.float32],
-    clear: NDArray[np.float32],
-    tint: NDArray[np.float32],
+    step: NDArray[Any],
+    mix: NDArray[np.float32],
+    shade: NDArray[np.uint32],
+    tint: NDArray[np.uint64],
 ) -> NDArray[np.uint8]:
-    """Return each pixel's background times its transparency, plus the tint of its step; unseen pixels are unchanged."""
-    colour, shared = kept
-    mix: NDArray[np.float32] = colour * np.eye(3, dtype=np.float32) + shared * np.tile(
-        np.asarray(LUMINANCE, dtype=np.float32), (3, 1)
-    )
-    background = cv2.transform(image.astype(np.float32), mix)
-    shown = np.take(np.append(clear, np.float32(0)), step)
-    colors = np.take(np.concatenate([tint, np.zeros((1, 3), np.float32)]), step, axis=0)
-    mixed = cv2.add(cv2.multiply(background, cv2.merge([shown] * 3)), colors)
-    painted = np.asarray(cv2.convertScaleAbs(mixed), dtype=np.uint8)  # rounded, not cut, to whole values
-    unseen: NDArray[np.uint8] = (step == clear.size).view(np.uint8)
-    return np.asarray(cv2.copyTo(image, unseen, painted), dtype=np.uint8)
+    """Return each pixel's background times its transparency, plus the tint of its step, rounded, by whole numbers."""
+    # For uint8, OpenCV would round the matrix.
+    background = cv2.convertScaleAbs(cv2.transform(image.astype(np.float32), mix))
+    background = cv2.cvtColor(background, cv2.COLOR_RGB2RGBA)
+    shown = np.take(shade, step, mode="clip").view(np.uint8).reshape(background.shape)
+    mixed = np.multiply(background, shown, dtype=np.uint16)
+    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(background.shape)
+    return np.asarray(cv2.cvtColor(cv2.convertScaleAbs(mixed, alpha=1 / 255), cv2.COLOR_RGBA2RGB), dtype=np.uint8)
 
 
 def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
