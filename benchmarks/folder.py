@@ -156,10 +156,10 @@ PARTS = (
 )
 
 
-def print_parts(name: str, source: Path, images: int) -> None:
+def print_parts(name: str, source: Path, images: int, checkpoint: str) -> None:
     """One more run, slower by the clocks in it: where its CPU time goes."""
     torch.manual_seed(0)
-    model = timm.create_model(name).eval()
+    model = timm.create_model(name, checkpoint_path=checkpoint).eval()
     parts = Parts()
     with ExitStack() as stack, tempfile.TemporaryDirectory() as output:
         for owner, attribute, label in PARTS:
@@ -201,14 +201,14 @@ def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, An
     return actual
 
 
-def compare_rates(source: Path, counts: dict[str, int], rounds: int) -> None:
+def compare_rates(source: Path, counts: dict[str, int], rounds: int, checkpoint: str) -> None:
     print(
         "| model | rollout | images | bare, images/s | script | folder run | of bare | of script | CPU ms | CPU ratio |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, images in counts.items():
         torch.manual_seed(0)
-        model = timm.create_model(name).eval()
+        model = timm.create_model(name, checkpoint_path=checkpoint).eval()
         for label, options in VARIANTS:
             timed: list[list[list[float]]] = [[], [], []]
             for _ in range(rounds):
@@ -274,6 +274,7 @@ def fuzz(place: Path, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--checkpoint", default="", help="weights of the model; attention of random ones is even")
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-memory", action="store_true")
@@ -295,9 +296,9 @@ def main() -> None:
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores; ", end="")
         print(f"JPEGs of 500 × 375 pixels, {size / 1000:.0f} kB each\n")
         if given.models != ["none"]:
-            compare_rates(source, counts, given.rounds)
+            compare_rates(source, counts, given.rounds, given.checkpoint)
             for name, images in counts.items():
-                print_parts(name, source, min(images, 160))
+                print_parts(name, source, min(images, 160), given.checkpoint)
         if not given.skip_memory:
             for limit in (200, 2000):
                 peak, counts = peak_mib(source, limit)
