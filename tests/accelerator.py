@@ -98,7 +98,7 @@ class Accelerator(TorchFunctionMode):
 
 
 def _marked(result, here):
-    if not here:
+    if not here or isinstance(result, torch.Size):
         return result
     return tree_map_only(Tensor, lambda each: each.as_subclass(OnDevice) if type(each) is Tensor else each, result)
 
