@@ -67,6 +67,18 @@ def zeroed_in_place(model: Between, x: Tensor, index: int) -> Tensor:
     return x
 
 
+def zeroed_without_autograd(model: Between, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        return zeroed_in_place(model, x, index)
+
+
+def gated(model: Between, x: Tensor, index: int) -> Tensor:
+    """Zero patches by a gate that has gradients although it is 0."""
+    gate = x[..., :1].sigmoid()
+    halting(model, x.detach(), index)
+    return x * ((~model.replaced[index])[..., None].float() - gate.detach() + gate)
+
+
 def literal(model: Between, trace, backward=None) -> Tensor:
     """Return the row of the class token in the product of layers whose columns of replaced tokens are 0."""
     layers = list(zip(trace.attentions, model.replaced, strict=True))
@@ -94,6 +106,7 @@ def images(count: int = 2) -> list[np.ndarray]:
         (halting, 2, DEPTH),
         (pruned_once, 2, DEPTH),
         (zeroed_in_place, 2, DEPTH),
+        (zeroed_without_autograd, 2, DEPTH),
         (halting, PREFIX + PATCHES, DEPTH),  # as many images as tokens
         (pruned_once, 2, 1),
         (halting, 2, 2),
@@ -157,6 +170,11 @@ def frozen(model: Between, x: Tensor, index: int) -> Tensor:
     return torch.where((x.norm(dim=-1) > x.norm(dim=-1).median())[..., None], before, x)
 
 
+def flipped_by_data(x: Tensor) -> Tensor:
+    x.data = x.data.flip(1)
+    return x
+
+
 def halves_merged(tokens: Tensor) -> Tensor:
     means = (tokens[:, :8] + tokens[:, 8:]) / 2
     return torch.cat([means, means], 1)
@@ -173,6 +191,9 @@ REFUSED = {
     "merged": (at_block_5(patches(halves_merged)), "merges"),
     "copied": (at_block_5(patches(lambda tokens: torch.cat([tokens[:, :15], tokens[:, 3:4]], 1))), "by others"),
     "frozen": (frozen, "by others"),
+    "flipped by .data": (at_block_5(flipped_by_data), "without autograd"),
+    "gated by a function with another gradient": (gated, "gradients say"),
+    "flipped with the gradient of the identity": (at_block_5(lambda x: x + (x.flip(1) - x).detach()), "gradients say"),
 }
 
 
@@ -180,7 +201,7 @@ REFUSED = {
 def test_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, reason):
     explainer = Explainer(Between(function), data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
     for method in ("rollout", "gae"):
-        with pytest.raises(UnsupportedModelError, match=f"{reason}.*between vit.blocks"):
+        with pytest.raises(UnsupportedModelError, match=f"{reason}.*between vit.blocks|between vit.blocks.*{reason}"):
             explainer.explain(images()[0], method=method)
 
 

@@ -4,11 +4,13 @@ If the recorded pass shows that the input of each block is the output of the blo
 gradients are those of the recorded pass if the outputs of its blocks are leaves of the graph, else of another pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
@@ -16,8 +18,13 @@ from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, block
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import AttentionLayer, stack_of
 
+_NOT_FOLLOWED = f"so a product of layers would not follow its tokens. {OTHER_METHODS}"
 # Relative difference of gradients that is rounding, and in half precision.
 _ROUNDING, _HALF_ROUNDING = 1e-3, 5e-2
+# Tokens are shifted by this fraction of their size, and deviate less from the gradients; and in half precision.
+_SHIFT, _DEVIATION, _HALF_SHIFT, _HALF_DEVIATION = 1e-4, 0.1, 0.25, 0.5
+# Relative norm of tokens that are 0.
+_ZERO = 1e-6
 # The number of mixed tokens whose origins are compared with their places.
 _SAMPLES = 12
 # Least ratio of a token's own squared gradient to others', or least share of a rectangle around it that is not 0.
@@ -26,6 +33,24 @@ _MOST, _FILLED = 2.0, 0.75
 
 class _Lost(Exception):
     """Tokens cannot be followed between two blocks; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passage:
+    """Passage of tokens between two blocks, by gradients.
+
+    Attributes:
+        direction: the output of each token is its product with this vector.
+        gradients: of these outputs at the tokens of the block below, [batch, tokens, channels].
+        lost: which tokens receive nothing, bool [batch, tokens].
+        mixed: which tokens also receive from others, bool [batch, tokens].
+    """
+
+    layout: TokenLayout
+    direction: Tensor
+    gradients: Tensor
+    lost: Tensor
+    mixed: Tensor
 
 
 def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watch: BlockWatch) -> str | None:
@@ -40,33 +65,90 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
         watch = _repeated(call, blocks)
     # What is between the attention modules of one block is verified once.
     inner = {block for block, name in zip(blocks, names, strict=True) if block == name}
+    model = type(call.model).__name__
+    if (places := watch.written()) is not None:
+        return f"{model} changes its tokens between {' and '.join(places)} without autograd, {_NOT_FOLLOWED}"
     ends = {index: (each.below, each.above) for index, each in watch.changed.items()}
     key, once = (find_passed, tuple(ends.items())), all(inner.intersection(each) for each in ends.values())
-    if not ends or (once and key in call.cache):
+    if not ends or (once and call.cache.get(key) is False):  # no token was replaced
         return None
-    if not all(each.leaves for each in watch.changed.values()):
+    if key not in call.cache or not all(each.leaves for each in watch.changed.values()):
         watch = _repeated(call, blocks)
     lowest = {name: layer for layer, name in _lowest_names(layers, names)}
     by_block = {blocks[name]: lowest[name] for name in reversed(lowest)}
     whole = next((layer for layer in layers if layer.multiplied), None)
-    passed: dict[int, Tensor] = {}
+    passed, passages = dict[int, Tensor](), dict[int, _Passage]()
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(call.pixels.device.type, enabled=False):
         for index, boundary in watch.changed.items():
             layer = by_block.get(boundary.above, whole)
             layouts = () if layer is None else (layer.tokens.keys, layer.tokens.queries)
             ran_before = boundary.above in watch.calls[:index]
             try:
-                mask = _passed(boundary, layouts, len(call.pixels), ran_before)
+                passage = _passage(boundary, layouts, len(call.pixels), ran_before)
             except _Lost as error:
-                fact = f"{type(call.model).__name__} {error}"
-                return f"{fact}, so a product of layers would not follow its tokens. {OTHER_METHODS}"
-            if mask is not None:
-                passed[_first_name(blocks, watch.calls, index)] = mask
+                return f"{model} {error}, {_NOT_FOLLOWED}"
+            if passage is not None:
+                passages[index] = passage
+                if passage.lost.any():
+                    passed[_first_name(blocks, watch.calls, index)] = ~passage.lost
+        if key not in call.cache:
+            try:
+                _verify(call, watch, passages)
+            except _Lost as error:
+                return f"{model} {error}, {_NOT_FOLLOWED}"
+            call.cache[key] = bool(passed)
     for name, mask in passed.items():
         lowest[name].passed = mask
-    if once and not passed:
-        call.cache[key] = True
     return None
+
+
+def _verify(call: Call, watch: BlockWatch, passages: Mapping[int, _Passage]) -> None:
+    """Compare the gradients with what happens if tokens are shifted, as a model may detach tokens; or raise _Lost.
+
+    A token at which both differ is tried again with another shift, as gates may open or close.
+    """
+    apart = _apart(call, watch, passages, seed=1) if passages else {}
+    if any(each.any() for each in apart.values()):
+        again = _apart(call, watch, passages, seed=2)
+        for index, each in apart.items():
+            if (each & again[index]).any():
+                boundary = watch.changed[index]
+                raise _Lost(
+                    f"changes its tokens between {boundary.below} and {boundary.above} in another way than its "
+                    "gradients say"
+                )
+
+
+def _apart(call: Call, watch: BlockWatch, passages: Mapping[int, _Passage], *, seed: int) -> dict[int, Tensor]:
+    """Shift the tokens between blocks; return which are passed on in another way than by their gradients."""
+    shifts, batch, random = dict[int, Tensor](), len(call.pixels), torch.Generator().manual_seed(seed)
+    for index, passage in passages.items():
+        returned = watch.changed[index].returned
+        assert returned is not None
+        tokens = as_tokens(returned.double(), passage.layout, batch)
+        shifts[index - 1] = torch.zeros(returned.shape, dtype=returned.dtype, device=returned.device)
+        shift = as_tokens(shifts[index - 1], passage.layout, batch)
+        assert tokens is not None and shift is not None
+        half = torch.finfo(returned.dtype).bits < 32
+        size = (torch.rand(tokens.shape[:2], generator=random, device="cpu").to(tokens) + 0.5)[..., None]
+        size *= (_HALF_SHIFT if half else _SHIFT) * tokens.norm(dim=-1, keepdim=True)
+        along = torch.where(passage.lost[..., None], 1.0, passage.gradients)
+        shift.copy_(size * nn.functional.normalize(along, dim=-1))
+    changed, apart = _repeated(call, watch.blocks, shifts).changed, {}
+    for index, passage in passages.items():
+        apart[index] = torch.ones_like(passage.lost)
+        before, after = watch.changed[index], changed.get(index)
+        if after is None or before.returned is None or after.returned is None:
+            continue
+        given = as_tokens((after.given - before.given).detach().double(), passage.layout, batch)
+        returned = as_tokens((after.returned - before.returned).double(), passage.layout, batch)
+        assert given is not None and returned is not None
+        half, direction = torch.finfo(before.given.dtype).bits < 32, passage.direction.double()
+        expected = torch.where(passage.lost, 0.0, (passage.gradients * returned).sum(dim=-1))
+        size = torch.where(passage.lost, direction.norm(), passage.gradients.norm(dim=-1)) * returned.norm(dim=-1)
+        limit = _HALF_DEVIATION if half else _DEVIATION
+        apart[index] = ~passage.mixed & ((given @ direction - expected).abs() > limit * size)
+    return apart
 
 
 def _lowest_names(layers: Sequence[AttentionLayer], names: Sequence[str]) -> Iterator[tuple[AttentionLayer, int]]:
@@ -90,16 +172,16 @@ def _first_name(blocks: Sequence[str], calls: Sequence[str], index: int) -> int:
     return names[calls[:index].count(path) * len(names) // calls.count(path)]
 
 
-def _repeated(call: Call, blocks: Sequence[str]) -> BlockWatch:
-    """Run the recorded call again on its images, cut at these blocks."""
-    watch = BlockWatch(call.model, blocks, cut=True)
+def _repeated(call: Call, blocks: Sequence[str], shifts: Mapping[int, Tensor] = MappingProxyType({})) -> BlockWatch:
+    """Run the recorded call again on its images, cut at these blocks, whose outputs are shifted and kept."""
+    watch = BlockWatch(call.model, blocks, cut=True, shifts=shifts)
     with call.experiment(watch.hooks(), gradients=True):
         call(watch.begin(call.pixels), same_images=True)
     return watch
 
 
-def _passed(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran_before: bool) -> Tensor | None:
-    """Return the mask of the tokens that are computed from those of the block below, [batch, tokens]; None if all are.
+def _passage(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran_before: bool) -> _Passage | None:
+    """Return how tokens are passed on; None if nothing is, as the block above begins another run or stack.
 
     `ran_before` is True if the block above ran earlier in the pass, so that it may start anew.
     """
@@ -127,13 +209,15 @@ def _passed(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran_
         if any(map(is_nonzero, others)):
             raise _Lost(f"replaces tokens by others {between}")
     rounding = _ROUNDING if torch.finfo(tokens.dtype).bits >= 32 else _HALF_ROUNDING
-    mixed = ((weighted - plain * weights.double()[..., None]).norm(dim=-1) > rounding * size).nonzero()
-    samples = torch.linspace(0, len(mixed) - 1, min(_SAMPLES, len(mixed))).round().long()
-    for image, token in mixed[samples.to(mixed.device)].tolist():
+    mixed = (weighted - plain * weights.double()[..., None]).norm(dim=-1) > rounding * size
+    places = mixed.nonzero()
+    samples = torch.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().long()
+    for image, token in places[samples.to(places.device)].tolist():
         origins = _gradient(scores[image, token], leaf, layout, batch)[image].square().sum(dim=-1)
         if not _is_at(origins, token, layout):
             raise _Lost(f"reorders or merges its tokens {between}")
-    return ~lost if lost.any() else None
+    norms = tokens.detach().double().norm(dim=-1)  # a gate may be 0 and have a gradient
+    return _Passage(layout, direction, plain, lost | (norms <= _ZERO * norms.amax()), mixed)
 
 
 def _fits(value: Tensor, layout: TokenLayout, batch: int) -> bool:

@@ -6,7 +6,7 @@ compared with the output of the block before it; in most models both are the sam
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -23,6 +23,8 @@ from vitflow.models.parts import module_paths
 from vitflow.recording.attention_kinds import is_pooling, may_attend
 from vitflow.recording.isolation import Hook
 
+# Step between the entries of tokens that are compared: a prime below the width of tokens.
+_STRIDE = 31
 # Blocks of the last pass of a model. A guess for its next pass, after which it is verified.
 _blocks: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
@@ -101,13 +103,26 @@ class HeadGraph:
 class Boundary:
     """Two blocks between which the tokens change: the next input is another tensor with other values.
 
-    `given` is that input, in the graph if it is cut; `leaves` are then the outputs of all blocks before, lowest first.
+    `given` is that input, in the graph if it is cut; `leaves` are then the outputs of all blocks before, lowest first,
+    and `returned` is the output of the block below, if it is kept.
     """
 
     below: str
     above: str
     given: Tensor
     leaves: Sequence[Tensor]
+    returned: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """Tokens that a block returned, with their version, some of their entries, and a copy if it is kept."""
+
+    path: str
+    tokens: Tensor
+    version: int
+    sample: Tensor
+    copy: Tensor | None
 
 
 class BlockWatch:
@@ -118,6 +133,7 @@ class BlockWatch:
         cut: make the outputs of these blocks leaves of the graph; otherwise every module that may be a block is
             observed if the pass has gradients.
         gradients: run the blocks with gradients, too, if the graph is cut.
+        shifts: added to the output of the block of each call with this index; outputs are kept if it is not None.
 
     Attributes:
         seen: the head inputs of the pass.
@@ -126,10 +142,16 @@ class BlockWatch:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str] = (), *, cut: bool = False, gradients: bool = False
+        self,
+        model: nn.Module,
+        blocks: Sequence[str] = (),
+        *,
+        cut: bool = False,
+        gradients: bool = False,
+        shifts: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.blocks, self.cut = tuple(dict.fromkeys(blocks)), cut
-        self._model, self._gradients = model, gradients
+        self._model, self._gradients, self._shifts = model, gradients, shifts
         self.reset()
 
     def reset(self) -> None:
@@ -139,7 +161,8 @@ class BlockWatch:
         self.calls: list[str] = []
         self.changed: dict[int, Boundary] = {}
         self._entered: dict[str, Tensor | None] = {}
-        self._last: tuple[str, Tensor, int] | None = None  # path, output and its version
+        self._last: _Output | None = None
+        self._samples: list[tuple[str, str, Tensor, Tensor]] = []  # of tensors that should be the same
 
     def begin(self, pixels: Tensor) -> Tensor:
         """Begin a forward pass; return the pixels that the model gets, in the graph if it is cut."""
@@ -197,21 +220,31 @@ class BlockWatch:
         if path in self.blocks:
             last, self._last = self._last, None
             self.calls.append(path)
-            if last is not None and last[1].numel():
-                self._compare([args, kwargs], *last)
+            if last is not None and last.tokens.numel():
+                self._compare([args, kwargs], last)
             if self.cut and not self._gradients:
                 torch.set_grad_enabled(False)
 
-    def _compare(self, arguments: Any, below: str, tokens: Tensor, version: int) -> None:
+    def _compare(self, arguments: Any, last: "_Output") -> None:
         """Compare the arguments of the running block with the tokens that the block below returned."""
+        tokens, above = last.tokens, self.calls[-1]
         given = _like(arguments, tokens)
-        if not given or any(_is_same(value, tokens, version) for value in given):
-            return
-        differs = not tokens.is_meta and not torch.equal(given[0], tokens)
-        if differs or _version(tokens) != version:  # other values, or changed in place
-            leaves = [each.tokens for each in self.seen if each.cut]
-            copy = given[0].clone() if leaves else given[0]  # the block may change it in place
-            self.changed[len(self.calls) - 1] = Boundary(below, self.calls[-1], copy, leaves)
+        same = next((value for value in given if _is_same(value, tokens, last.version)), None)
+        if same is not None:
+            self._samples.append((last.path, above, last.sample, _sample(same)))
+        elif given:
+            differs = not tokens.is_meta and not torch.equal(given[0], tokens)
+            if differs or _version(tokens) != last.version:  # other values, or changed in place
+                leaves = [each.tokens for each in self.seen if each.cut]
+                copy = given[0].clone() if leaves else given[0]  # the block may change it in place
+                self.changed[len(self.calls) - 1] = Boundary(last.path, above, copy, leaves, last.copy)
+
+    def written(self) -> tuple[str, str] | None:
+        """Return the blocks between which tokens were changed in place without autograd, as by `.data`; or None."""
+        pairs = [(before, after) for _, _, before, after in self._samples if not before.is_meta]
+        differs = [((before != after) & ~before.isnan()).any().to(pairs[0][0].device) for before, after in pairs]
+        changed = torch.stack(differs).nonzero().flatten().tolist() if differs else []
+        return self._samples[changed[0]][:2] if changed else None
 
     def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
         cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)
@@ -222,6 +255,8 @@ class BlockWatch:
         if tokens is not None and cut and not tokens.is_inference():
             leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
             passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
+            if (shift := (self._shifts or {}).get(len(self.calls) - 1)) is not None:
+                passed_on = passed_on + shift
             before = next((each for each in reversed(self.seen) if each.cut), None)
             if before is not None:  # its values are freed
                 entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
@@ -230,7 +265,10 @@ class BlockWatch:
         elif tokens is not None and tokens.requires_grad:
             self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
         if path in self.blocks:
-            self._last = None if passed_on is None else (path, passed_on, _version(passed_on))
+            kept = None if self._shifts is None or passed_on is None else passed_on.detach().clone()
+            self._last = (
+                None if passed_on is None else _Output(path, passed_on, _version(passed_on), _sample(passed_on), kept)
+            )
         return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
 
 
@@ -252,6 +290,11 @@ def _like(given: Any, tokens: Tensor) -> list[Tensor]:
     """Return the tensors among arguments with the shape of tokens; if there is none, those with as many entries."""
     tensors = [value for value in tensors_in(given) if value.dtype == tokens.dtype and value.numel() == tokens.numel()]
     return [value for value in tensors if value.shape == tokens.shape] or tensors
+
+
+def _sample(tokens: Tensor) -> Tensor:
+    """Return a copy of some entries of each token."""
+    return tokens.detach().reshape(-1)[::_STRIDE].clone()
 
 
 def _version(tensor: Tensor) -> int:
