@@ -315,7 +315,8 @@ def _with_and_without_images(
     model: nn.Module, text: _Text, inputs: Mapping[str, Tensor], owned: Sequence[_Owned]
 ) -> NDArray[np.float32]:
     """Return the probability of each generated token with the images, without each, and if several without all."""
-    without = [_blanked(inputs, each) for each in owned or [None]]
+    selected: Sequence[_Owned | None] = owned or [None]
+    without = [_blanked(inputs, each) for each in selected]
     if owned:
         without.append(reduce(_blanked, owned, dict(inputs)))
     columns = []
