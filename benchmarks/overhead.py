@@ -28,9 +28,7 @@ import torch
 
 from vitflow import Explainer
 from vitflow.explaining.applying import make_maps, recording_options
-from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods.rollout import rollout_step
-from vitflow.models.info import read_model_info
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 
@@ -39,7 +37,7 @@ GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "
 
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
-model_info = cache(read_model_info)  # not part of what is measured
+explainer_of = cache(Explainer)  # not part of what is measured
 
 
 def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
@@ -47,12 +45,12 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
 
 
 def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object) -> None:
-    """Rollout of the table of methods, through windows where the model has them, with its defaults or a preset."""
+    """Rollout as an explainer computes it from its model input, with the defaults of the method or a preset."""
     [rollout] = choose_methods(["rollout"], chosen)
-    with record_attention(model, **recording_options([rollout], model)) as trace:
-        model(pixels)
-    targeted = TargetedTrace.of(trace, None, run=model, model_info=model_info(model))
-    make_maps(rollout.method, rollout.options, targeted)
+    explainer = explainer_of(model)
+    with torch.inference_mode(False), torch.no_grad():
+        trace = explainer._run_recorded(pixels, explainer.outputs, reads=True, **recording_options([rollout], model))
+        make_maps(rollout.method, rollout.options, explainer.targeted(trace, None))
 
 
 def refinement_share(name: str, batch: int, repeats: int) -> float:

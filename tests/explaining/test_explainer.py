@@ -41,7 +41,7 @@ def test_a_batch_gives_what_single_images_give(fit):
             alone = explaining.explain(image, method=method, head_fusion="max", **options)
             actual = together[2 * index + offset]
             assert actual.method == method
-            np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-4, atol=1e-7)
             assert actual.target == alone.target
             assert actual.image.shape == image.shape == (*actual.heatmap.shape, 3)
 

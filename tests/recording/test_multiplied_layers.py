@@ -14,6 +14,7 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining.applying import recording_options
 from vitflow.explaining.maps import rollout
 from vitflow.methods.staged_rollout import staged_rollout
+from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 from vitflow.registry.method_table import get_method
@@ -26,20 +27,24 @@ def tiny(depth=5, img_size=64):
     return timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=img_size, depth=depth).eval()
 
 
-def changed_options(residual):
-    return {name: PAPER[name] for name in ("discard_ratio", "start_layer", "patch")} | {"residual": residual}
+def changed_options(residual, discard_ratio=0.0):
+    return {name: PAPER[name] for name in ("start_layer", "patch")} | {
+        "residual": residual,
+        "discard_ratio": discard_ratio,
+    }
 
 
 @pytest.mark.parametrize("fusion", ["mean", "max"])
 @pytest.mark.parametrize("weighting", [False, "output"])
-@pytest.mark.parametrize(("depth", "residual"), [(10, 0.5), (8, 0.05), (5, 0.5)])
-def test_products_of_four_give_the_map_of_all_layers(fusion, weighting, depth, residual):
+@pytest.mark.parametrize(("depth", "residual", "ratio"), [(10, 0.5, 0.0), (8, 0.05, 0.9), (5, 0.5, 0.3)])
+def test_products_of_four_give_the_map_of_all_layers(fusion, weighting, depth, residual, ratio):
     model, pixels = tiny(depth), torch.randn(3, 3, 64, 64)
-    options = changed_options(residual) | {"head_fusion": fusion, "value_weighted": weighting}
+    options = changed_options(residual, ratio) | {"head_fusion": fusion, "value_weighted": weighting}
     with torch.no_grad():
         with record_attention(model, fusions=[(fusion, weighting)]) as whole:
             logits = model(pixels)
-        with record_attention(model, fusions=[(fusion, weighting)], residual=residual) as multiplied:
+        steps = {"residual": residual, "discard_ratio": ratio}
+        with record_attention(model, fusions=[(fusion, weighting)], **steps) as multiplied:
             assert torch.equal(model(pixels), logits)
         actual, expected = rollout(multiplied, **options).grids, rollout(whole, **options).grids
     assert [layer.multiplied for layer in multiplied.layers] == [4] * (depth // 4) + [depth % 4] * (depth % 4 > 0)
@@ -47,7 +52,8 @@ def test_products_of_four_give_the_map_of_all_layers(fusion, weighting, depth, r
     for image in range(3):  # literally, in float64
         row = whole.readout[image].double().numpy()
         for layer in reversed(whole.fused(fusion, value_weighted=weighting)):
-            row = row @ references.residual(layer[image].double().numpy(), residual)
+            kept = references.discard(layer[image].double().numpy(), ratio, 1)
+            row = row @ references.residual(kept, residual)
         np.testing.assert_allclose(actual[image].flatten(), row[1:], rtol=1e-5)
 
 
@@ -118,7 +124,7 @@ def test_only_one_rollout_alone_is_multiplied():
     whole = get_method("rollout")
 
     def residual(*chosen):
-        return recording_options(choose_methods(chosen, {}), torch.nn.Identity())["residual"]
+        return recording_options(choose_methods(chosen, {}), torch.nn.Identity()).get("residual", 0)
 
     paper = ("rollout", {"preset": "paper", "residual": 0.25})
     assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
@@ -127,10 +133,11 @@ def test_only_one_rollout_alone_is_multiplied():
         ("rollout", {"preset": "paper"}),  # with another residual
         ("attention", {"preset": "paper"}),
         ("gae", {"refine": 0}),
-        ("occlusion", {"refine": 1}),
+        ("occlusion", {"refine": 1, "affinity": "keys"}),
     ):
         assert residual(paper, (name, entry)) == 0
-    for entry in ({"discard_ratio": 0.1}, {"start_layer": 2}, {"refine": 1}, {"residual": 0.0}):
+    assert residual((whole.name, paper[1] | {"discard_ratio": 0.1, "refine": 1})) == 0.25
+    for entry in ({"start_layer": 2}, {"refine": 1, "affinity": "keys"}, {"residual": 0.0}):
         assert residual((whole.name, paper[1] | entry)) == 0
 
 
@@ -183,3 +190,27 @@ def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer_and_no_to
         plain, paper = peak(lambda: model(pixels)), peak(record)
     matrix = 4 * 65 * 65 * 4
     assert paper < plain + pixels.nbytes + 4.5 * matrix  # a copy of the input; 8 matrices without products
+
+
+def test_default_rollout_is_that_of_all_layers_in_float64():
+    """Discarded, multiplied four by four, and refined by means in half precision."""
+    explainer = Explainer(tiny(6), data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    for block in explainer.model.blocks:  # sharp attention, with probabilities far below the smallest of float16
+        block.attn.qkv.weight.data[:384] *= 12
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    actual = explainer.explain(image, method="rollout", refine=1)
+    trace = explainer.record(image, fusions=[("max", "output"), ("mean", False)])
+    assert float(min(layer.min() for layer in trace.fused("mean"))) < 1e-9
+    row, means = trace.readout[0].double().numpy(), [each[0].double().numpy() for each in trace.fused("mean")]
+    for layer in reversed(trace.fused("max", value_weighted="output")):
+        row = row @ references.residual(references.discard(layer[0].double().numpy(), 0.9, 1), 0.5)
+    expected = references.co_attention([mean[1:, 1:] for mean in means]) @ row[1:]
+    np.testing.assert_allclose(actual.grid.flatten(), expected, rtol=1e-3)
+
+
+def test_products_that_keep_other_columns_than_prefix_tokens_are_not_used(monkeypatch):
+    explainer = Explainer(tiny(5), data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    expected = explainer.explain(image, method="rollout").grid
+    monkeypatch.setattr("vitflow.recording.listening.declared_layout", lambda *_: TokenLayout(0, 1, 17))
+    np.testing.assert_allclose(explainer.explain(image, method="rollout").grid, expected, rtol=1e-5)

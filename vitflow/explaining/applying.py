@@ -56,8 +56,6 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
         if each.options.get("refine") or each.options.get("estimator") == "regression"
     }
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
-    if means:
-        fusions.add(("mean", False))
     cams = [each for each in chosen if "features" in each.method.needs]
     features = {path for each in cams for path in branch_norms(model, each.options["layer"])}
     for each in chosen:
@@ -71,12 +69,13 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
         "gradients": gradients,
         "features": sorted(features),
         "keys": keys,
-        "residual": 0.0 if every_head or means or keys or gradients else _residual_of_one_product(chosen),
+        "means": means and not every_head,
+        **({} if every_head or keys or gradients else _options_of_one_product(chosen)),
     }
 
 
-def _residual_of_one_product(chosen: Chosen) -> float:
-    """Return the residual if all methods use one and the same rollout, which can be multiplied on the fly; else 0."""
+def _options_of_one_product(chosen: Chosen) -> dict[str, float]:
+    """Return residual and discard ratio if all methods use one rollout, which can be multiplied on the fly; else {}."""
     names = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
     products: list[list[Any]] = [
         [each.method.function, *(each.options.get(name) for name in names)]
@@ -84,9 +83,9 @@ def _residual_of_one_product(chosen: Chosen) -> float:
         if "attention" in each.method.needs
     ]
     if not products or any(product != products[0] for product in products[1:]):
-        return 0.0
-    function, _, _, residual, *others = products[0]
-    return residual if [function, *others] == [ROLLOUT, 0.0, 1, -1] else 0.0
+        return {}
+    function, _, _, residual, discard_ratio, *ends = products[0]
+    return {"residual": residual, "discard_ratio": discard_ratio} if [function, *ends] == [ROLLOUT, 1, -1] else {}
 
 
 def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
@@ -268,9 +267,9 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
         patches = grid[0] * grid[1]
         try:
             if name == "attention":
-                means = trace.fused("mean")
-                rows = [means[index][:, : layer.tokens.keys.patches.stop] for index, layer in layers]
-                affinity = co_attention([matrix[:, :, : matrix.shape[1]] for matrix in rows], patches)
+                stop = layers[0][1].tokens.keys.patches.stop
+                matrices = [mean for index, layer in layers for mean in layer.means or [trace.fused("mean")[index]]]
+                affinity = co_attention([matrix[:, :stop, :stop] for matrix in matrices], patches)
             else:
                 affinity = key_affinity(
                     [layer.keys[:, layer.tokens.keys.patches] for _, layer in layers if layer.keys is not None]

@@ -304,7 +304,8 @@ class ImageModel:
             return trace
         if self._blocks:
             self._blocks = list(dict.fromkeys(trace.blocks))
-        if any(layer.multiplied for layer in trace.layers) and trace.reads_several_blocks():
+        multiplied = any(layer.multiplied for layer in trace.layers)
+        if multiplied and (trace.discards_prefix() or trace.reads_several_blocks()):
             return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | {"residual": 0.0})
         return trace
 

@@ -223,15 +223,17 @@ def rollout(
     value_weighted: ValueWeighting,
     patch: Patch | None,
     residual: float,
+    discard_ratio: float,
     end_layer: int = -1,
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the (finest) patch grid."""
     readouts, matrices = _readouts(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
     # Layers multiplied during the forward pass already include the residual connection.
-    shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
-    shares = shares[: check_layer("end_layer", end_layer, len(shares)) + 1]
-    return _through_layers(trace, matrices, readouts, end_layer=end_layer, residual=shares, **options)
+    steps = [(0.0, 0.0) if layer.multiplied else (residual, discard_ratio) for layer in trace.layers]
+    shares, ratios = zip(*steps[: check_layer("end_layer", end_layer, len(steps)) + 1], strict=True)
+    options |= {"residual": shares, "discard_ratio": ratios}
+    return _through_layers(trace, matrices, readouts, end_layer=end_layer, **options)
 
 
 def flow(

@@ -1,10 +1,12 @@
 """From the heads of one layer to one row-stochastic matrix: head fusion, discard, residual."""
 
+import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, check_known, whole_number
@@ -17,6 +19,8 @@ SignedFusion = HeadFusion | Literal["signed_mean"]
 
 # Sums of float32 numbers above this are not denormal.
 _TINY = 1e-30
+# Every such value is in the sample that brackets a quantile.
+_SAMPLED = 13
 
 
 def check_head_fusion(head_fusion: str) -> None:
@@ -39,7 +43,7 @@ def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
     whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
 
 
-def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean") -> Tensor:
+def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean", *, out: Tensor | None = None) -> Tensor:
     """Fuse the heads of one layer: [..., heads, queries, keys] → [..., queries, keys].
 
     Source: Abnar & Zuidema 2020, §3 (mean); max and min are common practice.
@@ -49,12 +53,18 @@ def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean") -> Tensor:
     """
     check_head_fusion(head_fusion)
     if head_fusion == "mean":
-        return attention.mean(dim=-3)
-    return attention.amax(dim=-3) if head_fusion == "max" else attention.amin(dim=-3)
+        return torch.mean(attention, dim=-3, out=out)
+    extreme = torch.amax if head_fusion == "max" else torch.amin
+    return extreme(attention, dim=-3, out=out)
 
 
 def discard_low(
-    fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1, visible: Tensor | None = None
+    fused: Tensor,
+    discard_ratio: float,
+    num_prefix_tokens: int = 1,
+    visible: Tensor | None = None,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """Set the smallest attention values to 0: [..., tokens, tokens] → the same shape.
 
@@ -79,33 +89,61 @@ def discard_low(
     count = int(discard_ratio * patches.shape[-2] * patches.shape[-1])
     if count == 0:
         return fused
-    kept = discard_smallest(patches.flatten(-2), count)
-    return torch.cat([fused[..., :num_prefix_tokens], kept.reshape(patches.shape)], dim=-1)
+    kept = larger_than(patches.flatten(-2), count).view(patches.shape)
+    if in_place:
+        patches.mul_(kept)
+        return fused
+    return torch.cat([fused[..., :num_prefix_tokens], patches * kept], dim=-1)
 
 
-def discard_smallest(values: Tensor, count: int) -> Tensor:
-    """Set the `count` smallest of the last axis to 0, ties by position.
+def larger_than(values: Tensor, count: int) -> Tensor:
+    """Return the mask of all but the `count` smallest of the last axis, ties by position; `count` is at least 1.
 
-    >>> discard_smallest(torch.tensor([3.0, 1.0, 1.0, 2.0]), 1)
-    tensor([3., 0., 1., 2.])
+    >>> larger_than(torch.tensor([3.0, 1.0, 1.0, 2.0]), 1)
+    tensor([ True, False,  True,  True])
     """
-    if count == 0:
-        return values
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        # Eight times as fast as kthvalue for the attention of a ViT.
-        limit = torch.from_numpy(np.partition(values.detach().numpy(), count - 1, axis=-1)[..., count - 1 : count])
+        rows = values.detach().reshape(-1, values.shape[-1]).numpy()
+        larger = torch.from_numpy(np.stack([_larger_than(row, count) for row in rows])).view(values.shape)
     else:
         limit = values.detach().kthvalue(count, dim=-1, keepdim=True).values
-    larger = values > limit
-    missing = values.shape[-1] - count - larger.count_nonzero(dim=-1).unsqueeze(-1)
-    if missing.any():  # of the values equal to the limit, the last ones are kept
-        equal = values == limit
-        larger |= equal & (equal.flip(-1).cumsum(dim=-1).flip(-1) <= missing)
-    return values * larger
+        larger, equal = values > limit, values == limit
+        missing = values.shape[-1] - count - larger.count_nonzero(dim=-1).unsqueeze(-1)
+        larger |= equal & (equal.flip(-1).cumsum(dim=-1).flip(-1) <= missing)  # of equal values, the last ones
+    return larger
 
 
-def normalize_rows(matrix: Tensor) -> Tensor:
+def _larger_than(values: NDArray[np.floating[Any]], count: int) -> NDArray[np.bool_]:
+    """Return `larger_than` of one row."""
+    limit = _smallest(values, count)
+    larger: NDArray[np.bool_] = values > limit
+    if missing := len(values) - count - np.count_nonzero(larger):  # of the values equal to the limit, the last ones
+        larger[np.flatnonzero(values == limit)[-missing:]] = True
+    return larger
+
+
+def _smallest(values: NDArray[np.floating[Any]], count: int) -> float:
+    """Return the `count`-th smallest value: a sample tells between which values it is, and only these are partitioned.
+
+    Three times as fast as a partition of all, and ten times as fast as `kthvalue`, for the attention of a ViT.
+    """
+    sample = np.sort(values[::_SAMPLED])
+    share, size = count / len(values), len(sample)
+    margin = 3 * math.sqrt(size * share * (1 - share)) + 2
+    first, last = int(share * size - margin), int(share * size + margin)
+    if first >= 0 and last < size:
+        low = values < sample[first]
+        between = values[(values <= sample[last]) & ~low]
+        index = count - 1 - np.count_nonzero(low)
+        if 0 <= index < len(between):
+            return float(np.partition(between, index)[index])
+    return float(np.partition(values, count - 1)[count - 1])
+
+
+def normalize_rows(matrix: Tensor, *, in_place: bool = False) -> Tensor:
     """Divide each row by its sum; a row of zeros becomes that of the identity, if the matrix is square.
+
+    With `in_place`, the memory of the matrix may be used for the result.
 
     >>> normalize_rows(torch.tensor([[1.0, 3.0], [0.0, 0.0]]))
     tensor([[0.2500, 0.7500],
@@ -114,7 +152,7 @@ def normalize_rows(matrix: Tensor) -> Tensor:
     total = matrix.sum(dim=-1, keepdim=True)
     # Nearly always, in a fifth of the time of the code below; but a GPU would wait for the answer.
     if total.is_cpu and ((total > _TINY) & (total < torch.inf)).all():
-        return matrix / total
+        return matrix.div_(total) if in_place else matrix / total
     # Divided by the largest entry first, a row of very large numbers does not overflow in its sum.
     largest = matrix.amax(dim=-1, keepdim=True)
     empty = largest <= 0

@@ -1,5 +1,6 @@
 """Gradient maps (Grad-CAM on tokens, LeGrad, input gradient), and attention weighted by values."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -123,7 +124,18 @@ class Values:
         """W_Oᵀ W_O if it saves time for this number of vectors: it replaces two products with W_O by one."""
         return self.projection.T @ self.projection if vectors > len(self.projection) else None
 
-    def weigh(self, attention: Tensor, value_weighted: ValueWeighting, mixed: Tensor | None = None) -> Tensor:
+    def along(self, mixed: Tensor) -> Tensor:
+        """Return a_i = o_i W_Oᵀ W_O by heads, [batch, heads, queries, width], of o_i, [batch, queries, heads · width].
+
+        The product of v_j and the part of a_i for head h is that of v_j W_O and the attention output of query i.
+        """
+        with torch.autocast(self.vectors.device.type, enabled=False):
+            gram = self.gram_for(math.prod(mixed.shape[:2])) if self.gram is None else self.gram
+            along: Tensor = mixed @ self.projection.T @ self.projection if gram is None else mixed @ gram
+        heads: Tensor = along.unflatten(-1, (self.vectors.shape[1], -1)).transpose(1, 2)
+        return heads
+
+    def weigh(self, attention: Tensor, value_weighted: ValueWeighting) -> Tensor:
         """Weight the attention of all heads by their value vectors: [batch, heads, tokens, tokens], not normalised.
 
         - False: A[h, i, j] itself.
@@ -131,8 +143,6 @@ class Values:
         - "output": A[h, i, j] · (v_j W_O · o_i)⁺ / ‖o_i‖, that vector's length along the attention output
           o_i = Σ_hj A[h, i, j] v_j W_O; components orthogonal to o_i are ignored. Without the clamp at 0, row i sums to
           ‖o_i‖ over all heads and tokens.
-
-        `mixed` is attention @ vectors, if it has been computed already.
 
         Source: Kobayashi et al., EMNLP 2020, for the norm. For the length along the output: the same vectors, as in
         Ferrando et al., "Measuring the Mixing of Contextual Information in the Transformer", EMNLP 2022, who use the
@@ -143,15 +153,11 @@ class Values:
             return attention
         if value_weighted is True:
             return attention * self.norms().unsqueeze(-2)
-        (batch, heads, _, width), queries = self.vectors.shape, attention.shape[-2]
         with torch.autocast(self.vectors.device.type, enabled=False):
-            mixed = attention @ self.vectors if mixed is None else mixed
-            joined = mixed.transpose(1, 2).reshape(batch, queries, heads * width)
-            gram = self.gram_for(batch * queries) if self.gram is None else self.gram
-            along = joined @ self.projection.T @ self.projection if gram is None else joined @ gram
-            lengths = (joined * along).sum(dim=-1, keepdim=True).clamp_min(0).sqrt()  # ‖o_i‖
-            along = along / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-            along = along.reshape(batch, queries, heads, width).transpose(1, 2)  # of query i and head h, as a value
+            mixed = attention @ self.vectors
+            along = self.along(mixed.transpose(1, 2).flatten(2))
+            lengths = (mixed * along).sum(dim=(1, -1)).clamp_min(0).sqrt()  # ‖o_i‖
+            along = along / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None, :, None]
             return (along @ self.vectors.transpose(-2, -1)).clamp_min_(0.0).mul_(attention)
 
 
@@ -166,7 +172,6 @@ def fuse_weighted(
     head_fusion: HeadFusion,
     value_weighted: ValueWeighting,
     values: Values | None,
-    mixed: Tensor | None = None,
 ) -> Tensor:
     """Weight the heads of one layer by their values and fuse them: [batch, tokens, tokens].
 
@@ -177,4 +182,4 @@ def fuse_weighted(
         return fuse_heads(attention, head_fusion)
     if values is None:
         raise OptionError("value_weighted requires the value vectors of the layer, got none. Record with values=True.")
-    return normalize_rows(fuse_heads(values.weigh(attention, value_weighted, mixed), head_fusion))
+    return normalize_rows(fuse_heads(values.weigh(attention, value_weighted), head_fusion))

@@ -26,7 +26,7 @@ class Balanced:
     """Positive matrices with the factors that make them doubly stochastic: P = diag(rows) · W · diag(cols).
 
     Attributes:
-        matrices: W, [batch, size, size], float32 or float64.
+        matrices: W, [batch, size, size], as given; products are taken at least in float32.
         rows, cols: the factors, [batch, size].
         rest: half of the difference of each row sum from 1 after the last round, [batch, size]; columns sum to 1. It is
             added to the diagonal of the symmetric matrix, which then keeps sums and constants.
@@ -47,16 +47,18 @@ class Balanced:
         """S = (P + Pᵀ)/2, with `rest` added to its diagonal, float64 [batch, size, size]."""
         return (self.matrix + self.matrix.mT) / 2 + torch.diag_embed(self.rest)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """S times values [batch, size], in the precision of the matrices; P is not formed."""
-        values = values.to(self.matrices)
-        forth = self.rows * _times(self.cols * values, self.matrices.mT)
-        back = self.cols * _times(self.rows * values, self.matrices)
-        return (forth + back) / 2 + self.rest * values
+    def spread(self, values: Tensor, times: int = 1) -> Tensor:
+        """Sᵏ times values [batch, size] for k = `times`; P is not formed."""
+        matrices, values = self.matrices.to(self.rows), values.to(self.rows)
+        for _ in range(times):
+            forth = self.rows * _times(self.cols * values, matrices.mT)
+            back = self.cols * _times(self.rows * values, matrices)
+            values = (forth + back) / 2 + self.rest * values
+        return values
 
     def distance_to_uniform(self) -> Tensor:
         """‖P − 1/size‖², the squared distance to the matrix that makes every map constant, [batch]."""
-        squares = _times(self.rows.square(), self.matrices.square())
+        squares = _times(self.rows.square(), self.matrices.to(self.rows).square())
         return (squares * self.cols.square()).sum(dim=-1) - 1
 
 
@@ -95,10 +97,10 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
         now = torch.stack([step, end])
         if number:  # a round that made the sums worse is followed by a plain one
             changes[:, :, number % _MEMORY] = now - before
-            end = torch.where(error <= last, end - _correction(*changes, step), end)
+            end = torch.where(error <= last, end - _correction(changes[0], changes[1], step), end)
         logs, before = torch.where(open_, end, logs), now
     rows = logs.exp()
-    return Balanced(inner, rows, cols, (1 - rows * sums) / 2)
+    return Balanced(matrices[:, first:, first:], rows, cols, (1 - rows * sums) / 2)
 
 
 def _correction(steps: Tensor, ends: Tensor, step: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ class Affinity:
         """Multiply values [batch, patches] by the affinity."""
         products = []
         if self.attention:
-            spread = [layer.spread(layer.spread(values)) for layer in self.attention]
+            spread = [layer.spread(values, times=2) for layer in self.attention]
             products.append(sum(spread[1:], spread[0]) / len(spread))
         if self.keys is not None:
             products.append(self.keys.spread(values))

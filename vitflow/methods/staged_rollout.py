@@ -19,7 +19,7 @@ from vitflow.methods.fusion import (
     check_layer,
     check_readout,
     discard_low,
-    discard_smallest,
+    larger_than,
     raw_attention,
     residual_shares,
 )
@@ -66,7 +66,7 @@ def staged_rollout(
     tokens: Sequence[LayerTokens],
     *,
     readout: Tensor | Mapping[int, Tensor],
-    discard_ratio: float = 0.0,
+    discard_ratio: float | Sequence[float] = 0.0,
     residual: float | Sequence[float] = 0.5,
     start_layer: int = 1,
     additive: bool = False,
@@ -87,7 +87,7 @@ def staged_rollout(
         readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens]; or
             such weights of several layers by layer number, which are added to the row where it comes to that layer.
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
-            first, ties by their position in the windows.
+            first, ties by their position in the windows. Of all layers or of each.
         residual: α, of all layers or of each.
         start_layer: s, the first layer of the product.
         additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
@@ -103,13 +103,16 @@ def staged_rollout(
     >>> staged_rollout([torch.ones(1, 2, 1, 1)], [windows], readout=torch.tensor([[0.25, 0.75]]))[0]
     tensor([[0.2500, 0.7500]])
     """
-    check_fraction("discard_ratio", discard_ratio)
-    shares = list(residual) if isinstance(residual, Sequence) else [residual] * len(matrices)
-    for share in shares:
+    shares, ratios = (
+        list(each) if isinstance(each, Sequence) else [each] * len(matrices) for each in (residual, discard_ratio)
+    )
+    for share, ratio in zip(shares, ratios, strict=False):
         check_fraction("residual", share)
-    if not matrices or not len(matrices) == len(tokens) == len(shares):
+        check_fraction("discard_ratio", ratio)
+    if not matrices or not len(matrices) == len(tokens) == len(shares) == len(ratios):
         raise ShapeError(
-            f"Expected the tokens and residuals of {len(matrices)} layers, got {len(tokens)} and {len(shares)}."
+            f"Expected tokens, residuals and discard ratios of {len(matrices)} layers, got {len(tokens)}, "
+            f"{len(shares)} and {len(ratios)}."
         )
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
@@ -123,7 +126,7 @@ def staged_rollout(
             row = row + carry(weights, layer.queries, layout)
         if number <= first:
             continue
-        step = discard_ratio, shares[number - 1], additive
+        step = ratios[number - 1], shares[number - 1], additive
         row, layout = _through(row, layout, matrices[number - 1], layer, *step)
         mask = None if passed is None else passed[number - 1]
         if mask is not None:
@@ -205,8 +208,9 @@ def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerToke
     patches = layer.keys.patches
     among = valid & ((key_index >= patches.start) & (key_index < patches.stop)).unsqueeze(-2)
     entries = weights[:, among]  # [batch, entries]
-    weights = weights.clone()
-    weights[:, among] = discard_smallest(entries, int(discard_ratio * entries.shape[-1]))
+    if count := int(discard_ratio * entries.shape[-1]):
+        weights = weights.clone()
+        weights[:, among] = entries * larger_than(entries, count)
     return weights
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitflow.methods.fusion import fuse_heads
+from vitflow.methods.gradients import Values, ValueWeighting
+
 #: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # The maximum number of probabilities per part on a CPU if only fused matrices are kept, to fit its cache.
@@ -64,13 +67,53 @@ class Listener:
 class Part:
     """Attention of some images of a batch, or of some queries of one image; the next part reuses its memory.
 
-    `probabilities` are [images · heads, queries, keys], and `mixed` is their product with the values.
+    `probabilities` are [images · heads, queries, keys], `value` are [images · heads, keys, width], and `mixed` is their
+    product with heads side by side, [images, queries, heads · width].
     """
 
     images: slice
     queries: slice
     probabilities: Tensor
+    value: Tensor
     mixed: Tensor
+
+
+class PartFusion:
+    """Fusion of a layer's heads part by part, in memory that is used again."""
+
+    def __init__(self, values: Values | None) -> None:
+        self._values, self._buffer = values, torch.empty(0)
+        self._norms: Tensor | None = None
+
+    def mean(self, part: Part, factor: float = 1.0, *, out: Tensor | None = None) -> Tensor:
+        """Return the mean over heads times a factor, [images, queries, keys], as a product that reads them once."""
+        count = part.images.stop - part.images.start
+        every = part.probabilities.view(count, -1, math.prod(part.probabilities.shape[1:]))
+        share = every.new_full((1, 1, every.shape[1]), factor / every.shape[1]).expand(count, -1, -1)
+        shape = count, *part.probabilities.shape[1:]
+        return torch.bmm(share, every, out=None if out is None else out.view(count, 1, -1)).view(shape)
+
+    def __call__(self, part: Part, key: tuple[str, ValueWeighting], *, out: Tensor) -> None:
+        """Weight and fuse the heads of a part into `out`, [images, queries, keys]; weighted rows are not normalised."""
+        fusion, weighting = key
+        if fusion == "mean" and not weighting:
+            self.mean(part, out=out)
+            return
+        heads = (part.images.stop - part.images.start, -1)
+        every = part.probabilities.unflatten(0, heads)
+        if weighting:
+            assert self._values is not None
+            if self._buffer.numel() < every.numel():
+                self._buffer = torch.empty_like(part.probabilities)
+            weighted = self._buffer.view(-1)[: every.numel()].view(part.probabilities.shape)
+            if weighting == "output":  # rows that are normalised do not depend on 1/‖o_i‖
+                torch.bmm(self._values.along(part.mixed).flatten(0, 1), part.value.mT, out=weighted)
+                weighted.clamp_min_(0.0).mul_(part.probabilities)
+            else:
+                self._norms = self._values.norms() if self._norms is None else self._norms
+                torch.mul(part.probabilities, self._norms[part.images].flatten(0, 1).unsqueeze(1), out=weighted)
+            every = weighted.unflatten(0, heads)
+        fuse_heads(every, fusion, out=out)  # type: ignore[arg-type]
 
 
 def attend(
@@ -117,39 +160,43 @@ def _attend_in_parts(
 ) -> Iterator[Part]:
     """Compute `attend` in parts that fit the CPU cache, which is faster: several images, or queries of a large image.
 
-    The result is appended to `output` before the first part.
+    The result is appended to `output` before the first part, with the memory layout of fused attention.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
     size, single = heads * queries * keys, torch.get_num_threads() == 1
     step = max(1, min(batch, int(_CACHED_PROBABILITIES * (_SINGLE_THREAD if single else _MULTI_THREAD)) // size))
     rows = queries if size <= _CACHED_PROBABILITIES else max(16, _CACHED_PROBABILITIES // (heads * keys))
-    if step == 1:  # views, and the memory layout of fused attention
-        output.append(query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2))
-        images = zip(*(tensor.unbind(0) for tensor in (query, key.mT, value, output[0])), strict=True)
-    else:
-        output.append(query.new_empty(batch, heads, queries, value.shape[-1]))
-        tensors = [tensor.flatten(0, 1) for tensor in (query, key.mT, value, output[0])]
-        images = zip(*(tensor.split(step * heads) for tensor in tensors), strict=True)
-    buffer = query.new_empty(step * heads, min(rows, queries), keys)
+    joined = query.new_empty(batch, queries, heads * value.shape[-1])
+    result = joined.unflatten(-1, (heads, -1)).transpose(1, 2)
+    output.append(result)
+    buffer = query.new_empty(step * heads * min(rows, queries) * keys)
+    product = None if step == 1 else query.new_empty(step * heads, queries, value.shape[-1])
     factor = 1 / math.sqrt(width) if scale is None else scale
     mask = None if mask is None else _with_heads(mask).expand(batch, -1, queries, keys)
-    for index, (q, k_transposed, v, mixed) in enumerate(images):
-        in_batch = slice(index * step, min(index * step + step, batch))
+    for first in range(0, batch, step):
+        images = slice(first, min(first + step, batch))
+        # Views of one image; copies of several.
+        q, k, v = (tensor[images].flatten(0, 1) for tensor in (query, key, value))
         for top in range(0, queries, rows):
             in_image = slice(top, min(top + rows, queries))
-            q_part, out = (q, mixed) if rows >= queries else (q[:, in_image], mixed[:, in_image])
-            shape = (*q_part.shape[:2], keys)
-            scores = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
-            scores.baddbmm_(q_part, k_transposed, beta=0, alpha=factor)
+            part = q if rows >= queries else q[:, in_image]
+            shape = (*part.shape[:2], keys)
+            scores = buffer[: math.prod(shape)].view(shape)
+            scores.baddbmm_(part, k.mT, beta=0, alpha=factor)
             if mask is None:
                 torch.softmax(scores, dim=-1, out=scores)
             else:
                 by_head = scores.unflatten(0, (-1, heads))
-                _, fully_masked = _mask(by_head, mask[in_batch, :, in_image], in_place=True)
+                _, fully_masked = _mask(by_head, mask[images, :, in_image], in_place=True)
                 torch.softmax(scores, dim=-1, out=scores)
                 by_head.masked_fill_(fully_masked, 0.0)
-            torch.bmm(scores, v, out=out)
-            yield Part(in_batch, in_image, scores, out)
+            place = result[images, :, in_image]
+            if product is None:
+                torch.bmm(scores, v, out=place[0])
+            else:
+                torch.bmm(scores, v, out=product[: len(scores)])
+                place.copy_(product[: len(scores)].unflatten(0, (-1, heads)))
+            yield Part(images, in_image, scores, v, joined[images, in_image])
 
 
 def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:

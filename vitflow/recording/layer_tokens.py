@@ -76,7 +76,7 @@ def find_tokens(
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
-        layout = layout or read_layout(model, call.size, keys)
+        layout = layout or declared_layout(call, keys)
         everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
@@ -100,6 +100,11 @@ def find_tokens(
         f"The image positions of the tokens of {unknown.name} ({kind}) in {type(model).__name__}, with attention "
         f"{tuple(unknown.example.shape)}, are unknown: rollout does not apply. {OTHER_METHODS}"
     )
+
+
+def declared_layout(call: Call, tokens: int) -> TokenLayout:
+    """Return the layout that the model declares for its tokens; see `read_layout`, which is cached here."""
+    return call.cached((read_layout, call.size, tokens), lambda: read_layout(call.model, call.size, tokens))
 
 
 def _is_within_patches(layer: AttentionLayer, following: AttentionLayer | None, batch: int) -> bool:

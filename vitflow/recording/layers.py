@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, VitflowError, check_known
+from vitflow.methods.fusion import discard_low
 from vitflow.methods.gradients import (
     Values,
     ValueWeighting,
@@ -18,12 +19,15 @@ from vitflow.methods.gradients import (
 )
 from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
+from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.projections import Projection
 
 # Head fusion, and the value weighting before it.
 FusionKey = tuple[str, ValueWeighting]
 
 
+#: Factor of means over heads in half precision: probabilities down to 2e-9 keep 11 bits.
+MEAN_SCALE = 2.0**15
 # The number of layers per product. More layers take more time (noticeable in small models) and save little memory
 # compared with the forward pass.
 _MULTIPLIED = 4
@@ -90,6 +94,9 @@ class AttentionLayer:
             is the top layer's. 0 for plain attention.
         passed: mask of the tokens that this layer receives from the layer below, bool [batch, tokens]; None for all.
             Others were replaced or zeroed between the blocks.
+        means: if requested, the mean over heads of this layer, or of each layer of the product, times `MEAN_SCALE`,
+            float16 [batch · windows, queries, keys].
+        prefix: number of prefix tokens that were never discarded from the product, if values were discarded.
     """
 
     name: str
@@ -102,6 +109,8 @@ class AttentionLayer:
     visible: Tensor | None = None
     multiplied: int = 0
     passed: Tensor | None = None
+    means: list[Tensor] = field(default_factory=list)
+    prefix: int | None = None
 
     @property
     def heads(self) -> Tensor | None:
@@ -116,7 +125,7 @@ class AttentionLayer:
     @property
     def example(self) -> Tensor:
         """Any matrix of the layer, [batch · windows, …, queries, keys]."""
-        return self.parts[0].heads if self.parts else next(iter(self.fused.values()))
+        return self.parts[0].heads if self.parts else next(iter(self.fused.values()), *self.means[:1])
 
     @property
     def tokens(self) -> LayerTokens:
@@ -140,6 +149,11 @@ class RecordedLayers:
         return [
             matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
         ]
+
+    def discards_prefix(self) -> bool:
+        """Return True if other tokens than the prefix tokens were spared when values were discarded from a product."""
+        located = ((layer.prefix, layer.located) for layer in self.layers if layer.located is not None)
+        return any(prefix not in (None, tokens.keys.num_prefix_tokens) for prefix, tokens in located)
 
     @property
     def _recorded(self) -> list[AttentionLayer]:
@@ -236,9 +250,9 @@ class Backward:
 
 
 def close_layer(
-    name: str, parts: Sequence[ModuleAttention], module: nn.Module, fusions: Collection[FusionKey]
+    name: str, parts: Sequence[ModuleAttention], module: nn.Module, fusions: Collection[FusionKey] | None, means: bool
 ) -> AttentionLayer:
-    """Return the layer of finished attention modules: fused, or with every head if no fusion is requested.
+    """Return the layer of finished attention modules: fused, or with every head if `fusions` is None.
 
     Fusions are applied now, so that only one layer's heads are in memory.
     """
@@ -252,43 +266,56 @@ def close_layer(
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
     layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed, visible=parts[0].visible)
-    if fusions and layer.heads is not None:
+    if fusions is not None and layer.heads is not None:
         heads = layer.heads.detach()
         layer.fused = {key: fuse_parts(heads, key, values, parts) for key in fusions}
+        layer.means = [(heads.mean(dim=1, dtype=torch.float32) * MEAN_SCALE).half()] if means else []
         layer.parts, layer.values = (), None
     return layer
 
 
-def append_to_product(
-    layers: list[AttentionLayer], layer: AttentionLayer, residual: float, *, normal: bool, anew: bool
-) -> None:
-    """Append a layer, or multiply it into the last product (stored as one matrix).
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The rollout product that replaces fused matrices.
 
-    `normal` is True if the rows of each head sum to 1; `anew` begins another product.
+    Attributes:
+        residual, discard_ratio: those of the rollout.
+        layout: the layout that the user gave, with the prefix tokens whose columns keep all values.
     """
-    [((fusion, weighting), fused)] = layer.fused.items()
-    normal = not layer.mixed and (bool(weighting) or (normal and fusion == "mean"))
-    below = layers[-1] if layers else None
-    if anew or below is None or below.multiplied % _MULTIPLIED == 0 or below.example.shape != fused.shape:
-        layer.multiplied, product = 1, rollout_step(fused, None, residual, normal=normal)
-        layers.append(layer)
-    else:
-        layer.multiplied = below.multiplied + 1
-        product = rollout_step(fused, below.example, residual, normal=normal)
-        layers[-1] = layer
-    layer.fused = {(fusion, weighting): product}
+
+    residual: float
+    discard_ratio: float = 0.0
+    layout: TokenLayout | None = None
+
+    def append(
+        self, layers: list[AttentionLayer], layer: AttentionLayer, *, normal: bool, anew: bool, prefix: int
+    ) -> None:
+        """Append a layer, or multiply it into the last product (stored as one matrix).
+
+        `normal` is True if the rows of each head sum to 1; `anew` begins another product; values whose key is one of
+        the `prefix` first tokens are not discarded.
+        """
+        [(key, fused)] = layer.fused.items()
+        normal = not layer.mixed and (bool(key[1]) or (normal and key[0] == "mean"))
+        if self.discard_ratio:
+            normal, layer.prefix = False, prefix
+            fused = discard_low(fused, self.discard_ratio, prefix, in_place=True)
+        below = layers[-1] if layers else None
+        full = below is None or below.multiplied % _MULTIPLIED == 0
+        if anew or below is None or full or (below.example.shape, below.mixed) != (fused.shape, layer.mixed):
+            layer.multiplied, product = 1, rollout_step(fused, None, self.residual, normal=normal)
+            layers.append(layer)
+        else:
+            layer.multiplied, layer.means = below.multiplied + 1, below.means + layer.means
+            product = rollout_step(fused, below.example, self.residual, normal=normal)
+            layers[-1] = layer
+        layer.fused = {key: product}
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:
     """Fuse the heads of these parts; if heads were mixed, clamp negative entries to 0."""
     fused = fuse_weighted(heads, *key, values)  # type: ignore[arg-type]
     return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
-
-
-def identity_rows(rows: Tensor, first: int) -> None:
-    """Replace rows [images, queries, keys] without positive entries by identity rows; `first` is the first query."""
-    empty = (rows.amax(dim=-1) <= 0).nonzero()
-    rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0
 
 
 def stream_of(path: str) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
-from vitflow.methods.gradients import fuse_weighted
-from vitflow.recording.attending import Attention, Part
+from vitflow.methods.fusion import normalize_rows
+from vitflow.recording.attending import Attention, Part, PartFusion
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -19,17 +19,19 @@ from vitflow.recording.attention_kinds import (
     other_attention,
 )
 from vitflow.recording.block_watch import BlockWatch
+from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
+from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import (
+    MEAN_SCALE,
     TOKENS_PER_CHANNEL,
     Arrange,
     AttentionLayer,
     FusionKey,
     ModuleAttention,
-    append_to_product,
+    Product,
     close_layer,
-    identity_rows,
 )
 from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
 from vitflow.recording.trace import Trace
@@ -45,7 +47,10 @@ class Listening(Interception):
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
+        means, product: True to keep means over heads; the rollout product that replaces fused matrices, or None.
+        within: path of the submodule whose attention is recorded.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
+        call: the recorded model call with images.
         calls: arguments of the running modules by path, if a text is read.
         recorded, recorded_any: paths of the finished layers of the pass, and True if any pass had attention.
     """
@@ -59,20 +64,20 @@ class Listening(Interception):
         values: bool,
         keys: bool,
         visible: bool,
-        residual: float,
-        within: str,
+        means: bool,
+        product: Product | None,
     ) -> None:
         super().__init__()
         self.watch = BlockWatch(model)
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
-        self.residual, self.within = residual, within
+        self.means, self.product, self.within = means, product, ""
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
         self._opened, self.recorded_any = trace, False
         self._projections: dict[str, Projection] = {}  # of running layers
-        self._keep_heads = self.gradients or not self.fusions
+        self._keep_heads = self.gradients or not (self.fusions or self.means)
         self.begin_pass()
 
     def begin_pass(self) -> None:
@@ -82,6 +87,7 @@ class Listening(Interception):
         self.pooling: Tensor | None = None
         self.batch = 1
         self.tokens: int | None = None
+        self.call: Call | None = None
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
@@ -148,32 +154,27 @@ class Listening(Interception):
         self, parts: Iterator[Part], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
     ) -> None:
         """Receive a layer part by part, and fuse each part."""
-        query, key, value = qkv
-        name = self.path[-1][0]
+        (query, key, value), name = qkv, self.path[-1][0]
         self._open[name] = []
         projection = self._projection()
-        layer_values = None if projection is None else projection.values(value)
-        (batch, heads, queries, _), keys = query.shape, key.shape[-2]
-        if layer_values is not None and any(weighting == "output" for _, weighting in self.fusions):
-            layer_values = replace(layer_values, gram=layer_values.gram_for(batch * queries))
-        fused = {key: query.new_empty(batch, queries, keys) for key in self.fusions}
-        share = query.new_full((1, 1, heads), 1 / heads)
+        values = None if projection is None else projection.values(value)
+        (batch, _, queries, _), keys = query.shape, key.shape[-2]
+        if values is not None and any(weighting == "output" for _, weighting in self.fusions):
+            values = replace(values, gram=values.gram_for(batch * queries))
+        fused = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
+        means = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
+        fuse = PartFusion(values)
         for part in parts:
-            count = len(part.probabilities) // heads
-            for (fusion, weighting), matrix in fused.items():
-                whole = count == batch and part.probabilities.shape[1] == queries
-                place = matrix if whole else matrix[part.images, part.queries]
-                if fusion == "mean" and not weighting:  # as a matrix product, which reads each probability once
-                    every = part.probabilities.view(count, heads, -1)
-                    torch.bmm(share.expand(count, 1, heads), every, out=place.view(count, 1, -1))
-                    continue
-                values = layer_values and replace(layer_values, vectors=layer_values.vectors[part.images])
-                every, mixed = (tensor.unflatten(0, (count, heads)) for tensor in (part.probabilities, part.mixed))
-                place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
-                if weighting and queries == keys > place.shape[1]:
-                    identity_rows(place, part.queries.start)
+            for choice, matrix in fused.items():
+                fuse(part, choice, out=matrix[part.images, part.queries])
+            if means is not None:
+                means[part.images, part.queries] = fuse.mean(part, MEAN_SCALE)
+        for (fusion, weighting), matrix in fused.items():
+            if weighting:
+                fused[fusion, weighting] = normalize_rows(matrix, in_place=True)
         layer = AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible)
-        self._take(layer, heads * value.shape[-1], normal)
+        layer.means = [] if means is None else [means]
+        self._take(layer, value.shape[1] * value.shape[-1], normal)
 
     def _pools(self) -> bool:
         """Return True if the running module is an attention pooling head, or a direct part of one."""
@@ -263,7 +264,7 @@ class Listening(Interception):
     def _finish(self, name: str) -> None:
         parts = self._open.pop(name, ())
         if parts:  # otherwise it was fused part by part
-            module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
+            module, fusions = self.model.get_submodule(name), None if self._keep_heads else self.fusions
             if how := self._pieces(name, parts):
                 alone = "; one image at a time is supported" if how == "image by image" else ""
                 raise UnsupportedModelError(
@@ -272,7 +273,7 @@ class Listening(Interception):
                 )
             values = [part.vectors for part in parts if part.vectors is not None]
             channels = sum(each[0].numel() // each.shape[-2] for each in values)
-            self._take(close_layer(name, parts, module, fusions), channels)
+            self._take(close_layer(name, parts, module, fusions, self.means), channels)
         elif name in self._projections:
             self._projections[name].check_product()
         for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
@@ -295,11 +296,24 @@ class Listening(Interception):
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
         square = count == self.batch and queries == keys and self.watch.contains(layer.name)
-        if self.residual and square and keys <= TOKENS_PER_CHANNEL * channels:
-            anew = self.watch.is_changed
-            append_to_product(self._trace.layers, layer, self.residual, normal=normal, anew=anew)
-        else:
+        short = keys <= TOKENS_PER_CHANNEL * channels
+        prefix = self._prefix(keys) if square and short and self.product else None
+        if self.product is None or prefix is None:
             self._trace.layers.append(layer)
+        else:
+            anew = self.watch.is_changed
+            self.product.append(self._trace.layers, layer, normal=normal, anew=anew, prefix=prefix)
+
+    def _prefix(self, tokens: int) -> int | None:
+        """Return the number of prefix tokens of a layer; None if values are discarded and it is unknown."""
+        assert self.product is not None
+        if not self.product.discard_ratio:
+            return 0
+        try:
+            layout = None if self.call is None else self.product.layout or declared_layout(self.call, tokens)
+        except UnsupportedModelError:
+            return None
+        return None if layout is None or layout.num_suffix_tokens else layout.num_prefix_tokens
 
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""

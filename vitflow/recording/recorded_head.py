@@ -165,7 +165,12 @@ class RecordedHead(RecordedLayers):
         if graph is None or not outputs.requires_grad or self.given_readout is not None:
             return False
         weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
-        gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
+        try:
+            gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # the readout gives the reason
+            return False
         return any(map(is_nonzero, gradients[:-1]))
 
     def _measure(self, targets: Tensor | None) -> Readouts:

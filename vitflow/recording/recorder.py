@@ -26,7 +26,7 @@ from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, watch_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, autocast_state, hooked, model_lock, refuse_checkpointing, uncompiled
-from vitflow.recording.layers import FusionKey
+from vitflow.recording.layers import FusionKey, Product
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
@@ -55,9 +55,12 @@ class record_attention:
         layout: prefix tokens and patch grid, if the model's layout is unknown.
         keys: keep the key vectors of each layer if they can be observed.
         visible: keep the attention mask of each layer with masked keys in `trace.layers[…].visible`.
+        means: keep the mean over heads of each layer, for the affinity of patches, in half precision in
+            `trace.layers[…].means`, if not every head is kept.
         residual: if above 0, multiply every four layers with global attention to their rollout product, with this
-            residual and discard ratio 0. Requires one fusion; uses a quarter of the memory. Long sequences, of more
-            tokens than 1.5 times their channels, are not multiplied, which is faster.
+            residual. Requires one fusion; uses a quarter of the memory. Long sequences, of more tokens than 1.5 times
+            their channels, are not multiplied, which is faster.
+        discard_ratio: share of the smallest values per image and layer that are discarded before that product.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
             logits.
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
@@ -95,7 +98,9 @@ class record_attention:
         layout: TokenLayout | None = None,
         keys: bool = False,
         visible: bool = False,
+        means: bool = False,
         residual: float = 0.0,
+        discard_ratio: float = 0.0,
         outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
         cut: Sequence[str] = (),
@@ -105,6 +110,7 @@ class record_attention:
         check_fraction("residual", residual)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
+        check_fraction("discard_ratio", discard_ratio)
         if residual and (gradients or keys or visible or len(kept) != 1):
             raise OptionError("residual > 0 requires one fusion, and neither gradients, keys nor visible.")
         self._gradients = gradients
@@ -115,9 +121,10 @@ class record_attention:
             values=values or bool(value_weighted) or any(weighting for _, weighting in kept),
             keys=keys,
             visible=visible,
-            residual=residual,
-            within=within,
+            means=means,
+            product=Product(residual, discard_ratio, layout) if residual else None,
         )
+        self._listening.within = within
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
@@ -261,7 +268,8 @@ class record_attention:
         pixels = given
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
-        trace.begin(pixels, self._outputs, Call(self._model, args, kwargs, given, autocast_state(given.device)))
+        self._listening.call = Call(self._model, args, kwargs, given, autocast_state(given.device))
+        trace.begin(pixels, self._outputs, self._listening.call)
         copied = self._watch.begin(pixels)
         return (
             tuple(copied if value is given else value for value in args),
@@ -280,7 +288,7 @@ class record_attention:
             trace.pooled = self._listening.pooling
             if self._readout is not None:
                 readout = _normalized(self._readout, self._listening.batch, trace.known_top)
-                trace.given_readout = readout.to(trace.layers[-1].example)
+                trace.given_readout = readout.to(trace.layers[-1].example.device)
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
