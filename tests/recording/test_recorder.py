@@ -5,6 +5,7 @@ import gc
 import inspect
 import pickle
 import random
+import warnings
 import weakref
 from typing import get_args
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.small import CUSTOM as TINY
 from tests.small import Custom, jitter
-from vitflow import attention_rollout, record_attention
+from vitflow import Explainer, attention_rollout, record_attention
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError
 from vitflow.methods import TokenLayout
 from vitflow.recording import attending
@@ -389,6 +390,12 @@ def test_leaving_without_a_forward_pass_is_no_error_but_reading_is():
 def test_scripted_models_are_refused():
     with pytest.raises(UnsupportedModelError, match="scripted, traced or exported"):
         record_attention(torch.fx.symbolic_trace(nn.Linear(2, 2)))
+    model = tiny()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        model.blocks[0].attn.qkv = torch.jit.script(model.blocks[0].attn.qkv)
+    for refused in (lambda: Explainer(model), record_attention(model).__enter__):
+        with pytest.raises(UnsupportedModelError, match="contains a scripted"):
+            refused()
 
 
 def checkpointed(reentrant: bool) -> nn.Module:

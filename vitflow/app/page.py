@@ -39,7 +39,6 @@ _CSS = """
 .messages .error { border-color: #c0392b; font-weight: 600 }
 .messages button { float: right; padding: 0 .5em; font-size: 1.3em; line-height: 1 }
 :is(.block, .messages):not(:has(p)):is(:has(.messages), .messages) { display: none }
-input[role=listbox] { text-overflow: ellipsis }
 @media (max-width: 760px) { .answer:has(.result img, .error) { order: -1 } }
 """
 # Gradio would fetch a URL in this path for any visitor.

@@ -35,7 +35,7 @@ from vitflow.models.pairs import (
     pair_of,
     refuse_without_prompts,
 )
-from vitflow.models.parts import refuse_joint_text, unwrap
+from vitflow.models.parts import refuse_joint_text, refuse_scripted, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.block_watch import guessed_blocks
 from vitflow.recording.isolation import default_device, evaluating, move_to
@@ -342,6 +342,7 @@ class ImageModel:
 
 def _bound(binding: Binding, outputs: Any) -> Binding:
     """Return the model and settings for what is explained; a video model reads its frames as one tall image."""
+    refuse_scripted(binding.model)
     refuse_joint_text(binding.model)
     if isinstance(outputs, Prompts) and is_prompted_detector(binding.model):
         outputs = boxes(prompts=outputs)

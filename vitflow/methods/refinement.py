@@ -112,7 +112,7 @@ def _correction(steps: Tensor, ends: Tensor, step: Tensor) -> Tensor:
     # Changes may depend on each other, and are 0 at first and once an image has converged.
     diagonal = products.diagonal(dim1=-2, dim2=-1)
     diagonal.mul_(1 + 8 * torch.finfo(step.dtype).eps).add_(1e-30)
-    return _times(torch.linalg.solve(products, _times(step, steps.mT)), ends)
+    return _times(torch.linalg.solve_ex(products, _times(step, steps.mT))[0], ends)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:

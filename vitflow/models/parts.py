@@ -222,7 +222,8 @@ def _captured(function: Any) -> tuple[Any, ...]:
 
 
 def check_recordable(model: nn.Module) -> None:
-    """Check that the attention of a transformers model can be recorded."""
+    """Check that no part of a model is scripted, and that the attention of a transformers model can be recorded."""
+    refuse_scripted(model)
     for module in modules_of(model):
         implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _RECORDABLE:
@@ -233,6 +234,15 @@ def check_recordable(model: nn.Module) -> None:
     if isinstance(getattr(model, "text_model", None), nn.Module) and hasattr(model, "vision_model"):
         raise UnsupportedModelError(
             f"{type(model).__name__} has a text and a vision model. Pass the vision model, model.vision_model."
+        )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a part of a model is scripted or traced."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(model)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} contains a scripted or traced module, whose attention cannot be recorded. Pass a "
+            "model of the original modules."
         )
 
 
