@@ -391,7 +391,7 @@ def test_scripted_models_are_refused():
     with pytest.raises(UnsupportedModelError, match="scripted, traced or exported"):
         record_attention(torch.fx.symbolic_trace(nn.Linear(2, 2)))
     model = tiny()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings(action="ignore"):
         model.blocks[0].attn.qkv = torch.jit.script(model.blocks[0].attn.qkv)
     for refused in (lambda: Explainer(model), record_attention(model).__enter__):
         with pytest.raises(UnsupportedModelError, match="contains a scripted"):
