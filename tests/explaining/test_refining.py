@@ -7,10 +7,14 @@ import torch
 
 from tests import references
 from tests.small import jitter
-from vitflow import Explainer, explain_folder, register_method
+from vitflow import Explainer, Trace, explain_folder, register_method
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
+from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.sampling import FLOOR, geometric_mean
+from vitflow.methods.staged_rollout import LayerTokens
+from vitflow.methods.tokens import TokenLayout
+from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 from vitflow.registry import method_table
 
@@ -25,6 +29,23 @@ def small(name="vit_tiny_patch16_224", **options):
     sizes = {"depth": 2, **options} if name.startswith("vit") else options
     model = jitter(timm.create_model(name, num_classes=5, img_size=64, **sizes), 0.2, by_width=False)
     return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+
+
+@pytest.mark.parametrize("attribute", ["means", "fused"])
+def test_the_affinity_has_the_patches_of_each_layer(attribute):
+    """Prefix and suffix tokens may differ from layer to layer."""
+    layouts = [TokenLayout(0, 2, 2), TokenLayout(1, 2, 2), TokenLayout(2, 2, 2, 1)]
+    matrices = [torch.rand(1, layout.num_tokens, layout.num_tokens) for layout in layouts]
+    layers = [
+        AttentionLayer("attn", located=LayerTokens(layout, layout), **{attribute: matrix})
+        for layout, matrix in zip(
+            layouts, ([each] if attribute == "means" else {("mean", False): each} for each in matrices), strict=True
+        )
+    ]
+    actual = affinity_of(Trace(layers=layers), "attention", (2, 2)).matrix[0]
+    first = [layout.num_prefix_tokens for layout in layouts]
+    among = [each[0, i : i + 4, i : i + 4].double().numpy() for each, i in zip(matrices, first, strict=True)]
+    np.testing.assert_allclose(actual, references.co_attention(among), rtol=1e-5)
 
 
 def of_transformers(attention="sdpa"):

@@ -264,12 +264,15 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
         return Affinity(attention.attention, keys.keys)
     if (name, grid) not in trace.affinities:
         layers = _layers(trace, name, grid)
-        patches = grid[0] * grid[1]
         try:
             if name == "attention":
-                stop = layers[0][1].tokens.keys.patches.stop
-                matrices = [mean for index, layer in layers for mean in layer.means or [trace.fused("mean")[index]]]
-                affinity = co_attention([matrix[:, :stop, :stop] for matrix in matrices], patches)
+                recorded = [layer.means for _, layer in layers]
+                if not all(recorded):
+                    fused = trace.fused("mean")
+                    recorded = [[fused[index]] for index, _ in layers]
+                patches = [layer.tokens.keys.patches for _, layer in layers]
+                pairs = zip(patches, recorded, strict=True)
+                affinity = co_attention([mean[:, among, among] for among, means in pairs for mean in means])
             else:
                 affinity = key_affinity(
                     [layer.keys[:, layer.tokens.keys.patches] for _, layer in layers if layer.keys is not None]

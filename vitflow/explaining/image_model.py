@@ -305,7 +305,7 @@ class ImageModel:
         if self._blocks:
             self._blocks = list(dict.fromkeys(trace.blocks))
         multiplied = any(layer.multiplied for layer in trace.layers)
-        if multiplied and (trace.discards_prefix() or trace.reads_several_blocks()):
+        if multiplied and (trace.discards_other_values() or trace.reads_several_blocks()):
             return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | {"residual": 0.0})
         return trace
 

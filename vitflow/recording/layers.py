@@ -150,10 +150,13 @@ class RecordedLayers:
             matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
         ]
 
-    def discards_prefix(self) -> bool:
-        """Return True if other tokens than the prefix tokens were spared when values were discarded from a product."""
+    def discards_other_values(self) -> bool:
+        """Return True if values were discarded from a product as if its tokens were others than the located ones."""
         located = ((layer.prefix, layer.located) for layer in self.layers if layer.located is not None)
-        return any(prefix not in (None, tokens.keys.num_prefix_tokens) for prefix, tokens in located)
+        return any(
+            prefix is not None and not (tokens.dense and prefix == tokens.keys.num_prefix_tokens)
+            for prefix, tokens in located
+        )
 
     @property
     def _recorded(self) -> list[AttentionLayer]:
