@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from operator import index
@@ -67,14 +67,31 @@ class ValueNormsError(UnsupportedModelError):
         return f"{self.args[0]} Use value_weighted=False (--value-weighted off)."
 
 
+class NoGradientError(UnsupportedModelError):
+    """The explained output of some images of a batch has no gradient; `args` are the message and their indices."""
+
+    def __init__(self, message: str, images: Sequence[int]) -> None:
+        super().__init__(message, images)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def images(self) -> Sequence[int]:
+        """Indices of the images in their batch."""
+        indices: Sequence[int] = self.args[1]
+        return indices
+
+
 class NoAttentionError(UnsupportedModelError):
     """A forward pass computed no attention between tokens."""
 
 
 def stops_all(error: Exception, fit: str) -> bool:
     """Return True if an error affects all images; with native sizes, other images may be inside their grids."""
-    inside_others = (SameClassError, OutsideImageError, *((OutsideGridError,) if fit == "native" else ()))
-    return isinstance(error, OptionError | UnsupportedModelError) and not isinstance(error, inside_others)
+    outside_grid = (OutsideGridError,) if fit == "native" else ()
+    of_one = (SameClassError, OutsideImageError, NoGradientError, *outside_grid)
+    return isinstance(error, OptionError | UnsupportedModelError) and not isinstance(error, of_one)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:

@@ -1,15 +1,18 @@
 """The readout is that of the image itself: heads that branch, other weights, precisions, passes without gradients."""
 
+import pickle
+
 import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tests.recording.test_readout import CONFIG, SIZE, Around, photo, pixels, region, timm_vit
 from tests.small import Custom, jitter
-from vitflow import Explainer, record_attention
-from vitflow.errors import UnsupportedModelError
+from vitflow import Explainer, explain_folder, record_attention
+from vitflow.errors import NoGradientError, UnsupportedModelError
 
 PATCHES, CLASS = np.r_[0.0, np.full(16, 1 / 16)], np.eye(17)[0]
 
@@ -182,6 +185,24 @@ def test_one_saturated_image_of_a_batch_has_the_declared_pooling_and_its_neighbo
     assert len(set(off)) == 2 and words == [
         "class token, declared, not verified" if each else "class token" for each in off
     ]
+
+
+@pytest.mark.parametrize("method", ["rollout", "gae", "gradcam", "input_gradient"])
+def test_a_saturated_image_without_a_declared_pooling_is_named_and_the_others_have_their_maps(method, tmp_path):
+    model, images = Around(region), [photo(seed) // 8 + np.uint8(light) for seed, light in enumerate((200, 9, 160, 90))]
+    bright = Custom(lambda self, pixels: self.inner(pixels) * (pixels.mean((1, 2, 3)) > 0)[:, None], inner=model)
+    explainer, names = Explainer(bright, data_config=CONFIG), ["a.jpg", "b.jpg", "c.jpg", "d.jpg"]
+    with pytest.raises(NoGradientError, match=r"mage 2 \(b\.jpg\), image 4 \(d\.jpg\) of 4: .* without") as caught:
+        explainer.explain_batch(images, method=method, names=names, target=1)
+    assert caught.value.images == [1, 3] and pickle.loads(pickle.dumps(caught.value)).images == [1, 3]
+    others = explainer.explain_batch(images[::2], method=method, target=1)
+    for image, name in zip(images, names, strict=True):
+        Image.fromarray(image).save(tmp_path / f"{name[0]}.png")
+    rows = explain_folder(tmp_path, tmp_path / "out", model=explainer, methods=[method], target=1, batch_size=4)
+    assert [row["status"] for row in rows] == ["explained", "failed", "explained", "failed"]
+    for image, map_of in zip(images[::2], others, strict=True):
+        expected = Explainer(model, data_config=CONFIG).explain(image, method=method, target=1)
+        np.testing.assert_allclose(map_of.grid, expected.grid, rtol=1e-4, atol=1e-6 * expected.grid.max())
 
 
 def test_features_without_classes_are_read_by_the_gradient_of_their_square():

@@ -11,7 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
+from vitflow.errors import (
+    NoAttentionError,
+    NoGradientError,
+    OptionError,
+    UnsupportedModelError,
+    ValueNormsError,
+    VitflowWarning,
+    printable,
+)
 from vitflow.explaining.applying import (
     apply_methods,
     needs_gradients,
@@ -46,6 +54,8 @@ from vitflow.registry.option_types import MethodOptions
 # Arguments of explain_batch that explain does not have, and what its errors recommend.
 _OF_BATCHES = frozenset(("methods", "targets", "names", "originals"))
 _USE_BATCH = "use Explainer(model).explain_batch(images, methods=[…], targets=[…])."
+_LISTED = 5  # names of images in an error
+_OTHERS = "The other images can be explained without these; folder runs do so."
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 
 
@@ -213,6 +223,8 @@ class Explainer(ImageModel):
             Maps in the order of images, methods and, for class-specific methods, targets.
 
         Raises:
+            NoGradientError: the output of some images has no gradient, as behind an inactive ReLU; the message names
+                them, and `images` has their indices, without which the others can be explained.
             VitflowError: an image cannot be read, or an option is invalid.
         """
         for one, name, many in ((method, "method", methods), (target, "target", targets)):
@@ -306,7 +318,13 @@ class Explainer(ImageModel):
             groups.setdefault(image.placement.input_size, []).append(index)
         for members in groups.values():
             group_targets = targets[members] if is_per_image(targets) else targets
-            by_image = self._run([images[i] for i in members], chosen, group_targets, outputs, readout)
+            try:
+                by_image = self._run([images[i] for i in members], chosen, group_targets, outputs, readout)
+            except NoGradientError as error:
+                if len(images) == 1:
+                    raise
+                failed = [members[index] for index in error.images]
+                raise NoGradientError(f"{_listed(images, failed)}: {error} {_OTHERS}", failed) from error
             for index, maps in zip(members, by_image, strict=True):
                 results[index] = maps
         return results
@@ -410,3 +428,13 @@ class Explainer(ImageModel):
                 self._unweighted = error.args[0]
                 warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
         return self._record_for(pixels, plain, outputs, readout)
+
+
+def _listed(images: Sequence[PlacedImage], indices: Sequence[int]) -> str:
+    """Name images by their positions, and by their names if they have any."""
+    names = []
+    for index in indices[:_LISTED]:
+        position, name = f"image {index + 1}", printable(images[index].name)
+        names.append(position if name in ("", position) else f"{position} ({name})")
+    more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
+    return f"I{', '.join(names)[1:]}{more} of {len(images)}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import UnsupportedModelError, VitflowError
+from vitflow.errors import NoGradientError, UnsupportedModelError, VitflowError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
 from vitflow.models.calls import logits_of
@@ -141,6 +141,7 @@ class RecordedHead(RecordedLayers):
             targets: index of the output f of each image, [batch]; by default the largest, or ½‖e‖² of an embedding e.
 
         Raises:
+            NoGradientError: the gradients of some images are 0, and no pooling is declared.
             UnsupportedModelError: the head reads other values than the outputs of the blocks, there is no gradient and
                 no declared pooling, or a repetition of the pass has another output.
         """
@@ -203,8 +204,8 @@ class RecordedHead(RecordedLayers):
         measured = (torch.isfinite(sums) & (sums > 0)).tolist()
         name = ""
         if not all(measured):
-            name, weights = self._declared(cause or _ZERO)
             missing = ~torch.tensor(measured, device=device)
+            name, weights = self._declared(cause, missing)
             norms = [torch.where(missing[:, None], 0.0, each) for each in norms]
             norms[-1][missing] = weights.to(norms[-1]).expand(batch, -1)[missing]
         blocks = read_blocks(norms, counts, kind)
@@ -271,18 +272,24 @@ class RecordedHead(RecordedLayers):
             )
         return outputs, graph, "" if graph is not None and outputs.requires_grad else _NO_GRADIENT
 
-    def _declared(self, cause: str) -> tuple[str, Tensor]:
-        """Return name and weights of the declared pooling; UnsupportedModelError without one."""
-        logits = self.logits
+    def _declared(self, cause: str, missing: Tensor) -> tuple[str, Tensor]:
+        """Return name and weights of the declared pooling; UnsupportedModelError without one.
+
+        `cause` is why there are no gradients; if it is empty, those of some images are 0.
+        """
+        logits, zero = self.logits, _ZERO
         if isinstance(logits, Tensor) and not logits.is_meta and logits.numel() and not logits.any():
-            cause = "all outputs are 0: is the head still all zeros?"
+            zero = "all outputs are 0: is the head still all zeros?"
         assert self.known_top is not None
         declared = declared_pooling(self.model, self.known_top, self.pooled)
         if declared is None:
-            raise UnsupportedModelError(
+            message = (
                 f"The readout of {type(self.model).__name__} requires the gradient of the output with respect to its "
-                f"tokens: {cause}. {_REMEDY}"
+                f"tokens: {cause or zero}. {_REMEDY}"
             )
+            if cause:
+                raise UnsupportedModelError(message)
+            raise NoGradientError(message, missing.nonzero().flatten().tolist())
         return declared.name, declared.weights
 
     def readout_words(self, targets: Tensor | None) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import NoGradientError, OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.gradients import at_least_float32
@@ -109,7 +109,8 @@ class Trace(RecordedHead):
         Raises:
             OptionError: the pass was recorded without gradients.
             ShapeError: the logits are not [batch, classes].
-            UnsupportedModelError: a gradient is zero everywhere, or does not reach the attention.
+            NoGradientError: the gradient of an image is zero everywhere.
+            UnsupportedModelError: the gradient does not reach the attention.
         """
         if self.logits is None or self.pixels is None:
             raise VitflowError(NOTHING_RECORDED)
@@ -124,11 +125,13 @@ class Trace(RecordedHead):
             with torch.inference_mode(False), torch.enable_grad():
                 chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
             gradients = self.gradients_of(chosen)
-            if gradients.pixels is not None and not gradients.pixels.flatten(1).any(dim=1).all():
-                raise UnsupportedModelError(
+            zero = () if gradients.pixels is None else (~gradients.pixels.flatten(1).any(dim=1)).nonzero().flatten()
+            if len(zero):
+                raise NoGradientError(
                     "The gradient of the output with respect to the image is zero everywhere: the output is detached, "
                     "constant, saturated, or behind a ReLU that is off. Explain another output, or use sampling or "
-                    "occlusion, which need no gradient."
+                    "occlusion, which need no gradient.",
+                    zero.tolist(),
                 )
             self._backward[key] = gradients
         return self._backward[key]
