@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.small import Custom
+from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
 from vitflow.images.geometry import Span
 from vitflow.methods import TokenLayout
@@ -159,6 +159,29 @@ def test_stages_cover_the_cells_that_they_were_merged_from(size, patch):
         block = literal[row * 8 : row * 8 + 8, col * 8 : col * 8 + 8]
         block += weights[0, row * top.cols + col] / block.numel()
     assert (carry(weights, top, fine) - literal.flatten()).abs().max() < 1e-6
+
+
+def test_a_feature_map_whose_channels_fit_as_a_side_has_the_grid_of_its_tokens():
+    """The first stage is [batch, 16, 16, 12 channels], which could be 16 × 12 patches of 16 channels."""
+    torch.manual_seed(0)
+    options = {"img_size": 64, "window_size": 4, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2)}
+    model, kept = timm.models.SwinTransformer(**options, num_classes=3).eval(), []
+    explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 64, 64)})
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    actual = explainer.explain(image, method="gradcam", layer=1, target=2)
+    model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    [gradient] = torch.autograd.grad(model(explainer.pixels(image))[0, 2], kept)
+    expected = (kept[0] * gradient.mean(dim=(1, 2), keepdim=True)).sum(dim=-1).relu()[0].detach()
+    torch.testing.assert_close(torch.from_numpy(actual.grid), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_feature_maps_that_drop_the_last_pixels_have_the_cells_of_their_stride():
+    """ConvNeXt drops 6 of 230 rows and 26 of 250 columns: its 7 × 7 cells have 32 pixels, not 32.9 × 35.7."""
+    torch.manual_seed(0)
+    model = jitter(timm.create_model("convnext_atto", num_classes=3), 0.02, by_width=False)
+    explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 230, 250)})
+    actual = explainer.explain(np.zeros((230, 250, 3), np.uint8), method="gradcam", target=0)
+    assert [span[:2] for span in actual.placement.extent] == [(0, 32), (0, 32)]
 
 
 def test_the_fine_cell_at_the_padded_edge_is_its_coarse_cell():

@@ -120,10 +120,10 @@ def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, 
     return {option: True} if used and accepted else {}
 
 
-def feature_layout(
+def possible_layouts(
     model: nn.Module, input_size: tuple[int, int], features: Tensor, layout: TokenLayout | None
-) -> tuple[TokenLayout, bool] | None:
-    """Return the layout of recorded features, and whether channels come last; None if they have no layout.
+) -> list[tuple[TokenLayout, bool]]:
+    """Return the layouts that recorded features may have, and True if channels come last.
 
     Features are [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
     """
@@ -131,14 +131,15 @@ def feature_layout(
         count = features.shape[1]
         if layout is None or layout.num_tokens != count:
             layout = layout_of_count(model, input_size, count)
-        return None if layout is None else (layout, True)
+        return [] if layout is None else [(layout, True)]
+    layouts: list[tuple[TokenLayout, bool]] = []
     if features.ndim != 4:
-        return None
+        return layouts
     for channels_last, (rows, cols) in ((False, features.shape[2:]), (True, features.shape[1:3])):
         height, width = input_size[0] / rows, input_size[1] / cols  # of a cell, in pixels
         if min(rows, cols) == 1 or max(height, width) < 1.5 * min(height, width):
-            return TokenLayout(0, rows, cols), channels_last
-    return None
+            layouts.append((TokenLayout(0, rows, cols), channels_last))
+    return layouts
 
 
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:

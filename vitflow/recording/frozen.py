@@ -17,7 +17,7 @@ from torch import Tensor
 from vitflow.errors import OTHER_METHODS, ModelError, NoAttentionError, UnsupportedModelError
 from vitflow.methods.frozen_gradient import contributions
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import feature_layout, read_layout
+from vitflow.models.anatomy import read_layout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.recording.block_watch import block_paths_of
@@ -191,9 +191,7 @@ def _located(call: Call, path: str, tokens: Tensor, layout: TokenLayout | None) 
     if layout is None and tokens.ndim == 3:
         with suppress(UnsupportedModelError):
             layout = read_layout(call.model, size, tokens.shape[1])
-    located = feature_layout(call.model, size, tokens, layout)
-    placed = None if located is None else place_features(call, path, *located)
-    if placed is None:
+    if (placed := place_features(call, path, tokens, layout)) is None:
         raise _refusal(
             f"The output of {path} in {type(call.model).__name__}, of shape {tuple(tokens.shape)}, has no patch grid"
         )

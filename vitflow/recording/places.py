@@ -18,8 +18,8 @@ from torch import Tensor
 from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import feature_layout, read_layout
-from vitflow.models.blocks import block_paths
+from vitflow.models.anatomy import possible_layouts, read_layout
+from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.between import find_passed
@@ -61,8 +61,7 @@ def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
         trace.known_layout = _layout_without_attention(trace, call, given)
     for path, features in trace.features.items():
         if path not in trace.feature_layouts:
-            located = feature_layout(call.model, call.size, features, trace.known_layout)
-            trace.feature_layouts[path] = located and place_features(call, path, *located)
+            trace.feature_layouts[path] = place_features(call, path, features, trace.known_layout)
 
 
 def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: bool) -> str | None:
@@ -111,19 +110,24 @@ def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[
     return refusal
 
 
-def place_features(call: Call, path: str, layout: TokenLayout, channels_last: bool) -> tuple[TokenLayout, bool] | None:
-    """Return the layout of a module's tokens with its extent; None if they are not at their places.
+def place_features(
+    call: Call, path: str, features: Tensor, layout: TokenLayout | None
+) -> tuple[TokenLayout, bool] | None:
+    """Return the layout of a module's output with its extent, and True if channels come last; None if it has no grid.
 
-    In models of stages without a list of blocks, strides of 2 to a power that divide the input are not measured.
+    A single possible layout is not measured at the stages of a model without a list of blocks, if its strides are 2 to
+    a power. `layout` is that of the tokens of the model, if known.
     """
-    stages = not block_paths(call.model)
-    strides = [side / count for side, count in zip(call.size, (layout.rows, layout.cols), strict=True)]
-    if stages and all(math.frexp(stride)[0] == 0.5 for stride in strides):
-        return layout, channels_last
-    extents, refusal = find_extents(call, {path: (layout,)})
-    if refusal is not None and not stages:
-        return None
-    return replace(layout, extent=extents.get(layout)), channels_last
+    possible, stages = possible_layouts(call.model, call.size, features, layout), not block_paths(call.model)
+    for each, channels_last in possible:
+        strides = [side / count for side, count in zip(call.size, (each.rows, each.cols), strict=True)]
+        even = all(math.frexp(stride)[0] == 0.5 for stride in strides)
+        if even and stages and len(possible) == 1 and path in block_norms(call.model):
+            return each, channels_last
+        extents, refusal = find_extents(call, {path: (each,)}, unseen=stages)
+        if refusal is None:
+            return replace(each, extent=extents.get(each)), channels_last
+    return None
 
 
 def _pooled(queries: TokenLayout, keys: TokenLayout) -> Extent | None:
@@ -139,7 +143,11 @@ def _pooled(queries: TokenLayout, keys: TokenLayout) -> Extent | None:
 
 
 def find_extents(
-    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout] = ()
+    call: Call,
+    sites: Mapping[str, Sequence[TokenLayout]],
+    grids: Sequence[TokenLayout] = (),
+    *,
+    unseen: bool = False,
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     """Measure the extents of layouts, each where it first fits; cached per model, layouts and input size.
 
@@ -150,21 +158,22 @@ def find_extents(
     Args:
         sites: layouts in raster order that the input or output of modules may have, by path.
         grids: layouts that any of them may have as [batch, rows, cols, channels] or [batch, channels, rows, cols].
+        unseen: accept tokens that are computed from the pixels by attention alone.
 
     Returns:
         The extents of the layouts that were found, and the reason why tokens are not in raster order, or None.
     """
 
     def measured() -> tuple[dict[TokenLayout, Extent], str | None]:
-        extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids)
+        extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
         # With one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT); three would be compared.
-        return (extents, None) if refusal is None else _measure(call, sites, grids, images=2)
+        return (extents, None) if refusal is None else _measure(call, sites, grids, unseen, images=2)
 
-    return call.cached((find_extents, tuple(sites.items()), grids, tuple(call.pixels.shape[1:])), measured)
+    return call.cached((find_extents, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])), measured)
 
 
 def _measure(
-    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], images: int = 1
+    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], unseen: bool, images: int = 1
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     tokens: dict[TokenLayout, tuple[str, Tensor]] = {}
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
@@ -196,7 +205,7 @@ def _measure(
                 extents[layout] = overlapping_extent(gradients, grid) if owners is None else tiled_extent(*owners, grid)
                 _check_prefix(each[: layout.patches.start], noise, extents[layout])
             except Unmeasured as error:
-                if not extents:
+                if not (extents or unseen):
                     return {}, _refusal(call, path, layout, error)
             except Misplaced as error:
                 return {}, _refusal(call, path, layout, error)

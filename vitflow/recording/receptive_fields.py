@@ -155,11 +155,12 @@ def overlapping_extent(gradients: Gradients, grid: tuple[int, int]) -> Extent:
         boxes[row, col] = [(int(line[0]), int(line[-1]) + 1) for line in map(np.flatnonzero, (lit.any(1), lit.any(0)))]
     spans = []
     for axis, (count, length) in enumerate(zip(grid, size, strict=True)):
-        span = _aligned({place: box[axis] for place, box in boxes.items()}, axis, count, length)
-        spans.append(span or even_extent(grid, size)[axis])
-    for place, energy in fields.items():
-        for axis, span in enumerate(spans):
-            _check_centre(energy.sum(axis=1 - axis), place, axis, span)
+        edges = {place: box[axis] for place, box in boxes.items()}
+        sums = {place: energy.sum(axis=1 - axis) for place, energy in fields.items()}
+        span = _aligned(edges, axis, count, length) or _whole(sums, axis, count, length)
+        for place, weights in sums.items():
+            _check_centre(weights, place, axis, span)
+        spans.append(span)
     return spans[0], spans[1]
 
 
@@ -202,12 +203,33 @@ def _aligned(edges: Mapping[tuple[int, int], Edges], axis: int, count: int, leng
     return Span((begins[0] + begins[1] - step) / 2, step, first, last)
 
 
-def _check_centre(weights: NDArray[np.float64], place: tuple[int, int], axis: int, span: Span) -> None:
-    """Raise Misplaced unless the centre of gradients [pixels] is near the cell of a token."""
+def _whole(sums: Mapping[tuple[int, int], NDArray[np.float64]], axis: int, count: int, length: int) -> Span:
+    """Return the span of cells whose receptive fields are the whole image, given the gradients [pixels] of some tokens.
+
+    Cells divide the image evenly; or, as strided convolutions drop its last pixels, their side is a power of 2:
+    whichever is nearer to the centres of the gradients.
+    """
+    spans, side = [even_extent((count, count), (length, length))[0]], 2.0 ** int(math.log2(length / count))
+    if length // side == count:
+        spans.append(Span(0.0, side, 0, length))
+
+    def error(span: Span) -> float:
+        return sum((_centre(weights, span)[0] - place[axis] - 0.5) ** 2 for place, weights in sums.items())
+
+    return min(spans, key=error)
+
+
+def _centre(weights: NDArray[np.float64], span: Span) -> tuple[float, float]:
+    """Return mean and standard deviation of gradients [pixels] in cells."""
     shares = weights / weights.sum()
     places = (np.arange(len(shares)) + 0.5 - span.start) / span.step
     centre = float((shares * places).sum())
-    deviation = math.sqrt(float((shares * np.square(places - centre)).sum()))
+    return centre, math.sqrt(float((shares * np.square(places - centre)).sum()))
+
+
+def _check_centre(weights: NDArray[np.float64], place: tuple[int, int], axis: int, span: Span) -> None:
+    """Raise Misplaced unless the centre of gradients [pixels] is near the cell of a token."""
+    centre, deviation = _centre(weights, span)
     if not abs(centre - place[axis] - 0.5) <= max(_MOST_CELLS, _MOST_DEVIATIONS * deviation):
         raise Misplaced(
             f"of the patch in row {place[0]} and column {place[1]} from pixels around {('row', 'column')[axis]} "
