@@ -147,7 +147,7 @@ PARTS = (
     (Explainer, "forward", "forward pass and recording, this thread"),
     (answers, "make_maps", "rollout and refinement, this thread"),
     (Saliency, "overlay", "overlay"),
-    (Image.Image, "save", "encode"),
+    (Image.Image, "save", "encode, into the file"),
     (pipeline, "draw_files", "row"),
     (pipeline.Pipeline, "_write", "write"),
     (Explainer, "explain_batch", "the rest of explaining"),
@@ -166,7 +166,7 @@ def print_parts(name: str, source: Path, images: int, checkpoint: str) -> None:
             entry = parts.timed(label, getattr(owner, attribute))
             stack.enter_context(mock.patch.object(owner, attribute, entry))
         torch_before, before = torch_seconds(), os.times()
-        run.explain_folder(source, Path(output) / "out", model=model, batch_size=BATCH, limit=images)
+        run.explain_folder(source, Path(output) / "out", model=model, limit=images)
         after, torch_after = os.times(), torch_seconds()
     parts.seconds["forward pass and recording, torch's other threads"] = torch_after - torch_before
     parts.seconds["decode, in processes of its own"] = sum(after[2:4]) - sum(before[2:4])
@@ -194,9 +194,7 @@ def torch_seconds() -> float:
 def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, Any]) -> list[float]:
     methods = [("rollout", options)]
     with tempfile.TemporaryDirectory() as output, measured(limit) as actual:
-        summary = explain_folder(
-            source, Path(output) / "out", model=model, methods=methods, batch_size=BATCH, limit=limit
-        )
+        summary = explain_folder(source, Path(output) / "out", model=model, methods=methods, limit=limit)
     assert summary.explained == limit, summary
     return actual
 

@@ -21,9 +21,8 @@ import numpy as np
 from benchmarks.folder import draw_photographs
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
-from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, decode_file
-from vitflow.folder.draw import draw_run, encode_overlay, read_grids
+from vitflow.folder.draw import draw_run, read_grids, write_overlay
 from vitflow.folder.plan import Input
 from vitflow.folder.saved import FILE
 from vitflow.folder.store import Run
@@ -66,21 +65,17 @@ def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, f
     """Return the time of each part of drawing, over all images."""
     every = list(islice(read_grids(output), drawn))
     decoded: list = []
-    overlays: list = []
-    files: list[bytes] = []
     target = output.parent / "written"
 
-    def overlay() -> None:
-        for (row, maps), entry in zip(every, decoded, strict=True):
+    def draw() -> None:
+        for number, ((row, maps), entry) in enumerate(zip(every, decoded, strict=True)):
             placement = place(entry.image.shape[:2], (224, 224), crop_pct=0.875)
             saliency = Saliency(maps["rollout"], placement, entry.image, row["input"], "m", "rollout", {})
-            overlays.append(saliency.overlay())
+            write_overlay(target, f"{number}.jpg", saliency)
 
     return {
         "decode": timed(lambda: decoded.extend(decode_file(str(source / row["input"])) for row, _ in every)),
-        "overlay": timed(overlay),
-        "encode": timed(lambda: files.extend(encode_overlay(one, "jpg") for one in overlays)),
-        "write": timed(lambda: [write_inside(target, f"{number}.jpg", file) for number, file in enumerate(files)]),
+        "overlay, encode and write": timed(draw),
     }
 
 

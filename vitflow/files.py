@@ -80,12 +80,13 @@ def remove_inside(folder: Path, paths: Iterable[str]) -> None:
             target.unlink(missing_ok=True)
 
 
-def write_inside(folder: Path, path: str, content: bytes, *, durable: bool = False) -> None:
-    """Write a file below a folder atomically; OSError for a link that leads out of the folder."""
+@contextmanager
+def write_inside(folder: Path, path: str, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a file below a folder as `write_atomically` does; OSError for a link that leads out of the folder."""
     if not stays_inside(folder, path):
         raise OSError(f"a link leads out of the folder {str(folder)!r}")
     with write_atomically(folder / path, durable=durable) as file:
-        file.write(content)
+        yield file
 
 
 def remove_leftovers(folder: Path) -> None:

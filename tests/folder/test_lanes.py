@@ -11,8 +11,10 @@ import torch
 
 from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
+from vitflow.folder import pipeline
 from vitflow.folder.draw import read_grids
 from vitflow.folder.pipeline import Lanes
+from vitflow.folder.work import compute_maps
 
 
 @pytest.fixture
@@ -156,6 +158,13 @@ def test_where_copies_would_mix_their_images_there_is_one_lane(two_threads, make
     lanes = Lanes(Explainer(make().eval()), 4)
     lanes.close()
     assert (lanes.count, torch.get_num_threads()) == (1, 2)
+
+
+def test_the_last_batch_is_divided_among_the_lanes_as_well(two_threads, tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(pipeline, "compute_maps", lambda *given: sizes.append(len(given[1])) or compute_maps(*given))
+    assert run(fill(tmp_path / "in", 6), tmp_path / "out", batch_size=4).explained == 6
+    assert sizes == [2, 2, 1, 1]
 
 
 def test_a_lane_that_fails_reports_its_error_and_is_free_again(two_threads, explainer):

@@ -29,7 +29,7 @@ from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, VitflowWarning
-from vitflow.folder import pipeline
+from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
@@ -552,16 +552,16 @@ def test_decoding_in_processes_does_not_run_the_caller_s_script_again(tmp_path):
 
 def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
-    real, left = pipeline.write_inside, 5
+    real, left = write_inside, 5
 
-    def small_disk(folder, path, content):
+    def small_disk(folder, path):
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(folder, path, content)
+        return real(folder, path)
 
-    monkeypatch.setattr(pipeline, "write_inside", small_disk)
+    monkeypatch.setattr("vitflow.folder.draw.write_inside", small_disk)
     summary = run(source, tmp_path / "out")
     assert (summary.explained, summary.failed) == (5, 3)
     assert {row["error"] for row in summary.failures()} == {"OSError"}

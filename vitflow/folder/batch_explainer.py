@@ -38,7 +38,8 @@ class BatchExplainer:
             `bytes` or `path` as in datasets.
         id: the column of the row ids, returned as `id`.
         device, fit: as for `Explainer`, if the model is given by name.
-        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved if memory runs out.
+        batch_size: images per forward pass, halved if memory runs out. By default 64 on a GPU, and on a CPU 32, or 16
+            with slow methods and those that compute gradients.
         max_pixels: images with more pixels are refused.
         options: options for every method that supports them.
 
@@ -140,7 +141,7 @@ class BatchExplainer:
             if not self._named and explainer.has_target(None):
                 raise OptionError("An explainer of other outputs than classes requires methods=, such as ['gae'].")
             check_target(self._job, explainer)
-            self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))
+            self._batches = Batches(explainer, self._batch_size or auto_batch(explainer, self._job))
         return self._batches
 
     def _column(self, batch: Mapping[str, Any], name: str) -> Any:

@@ -1,7 +1,6 @@
 """Outputs from the maps of a run: overlays, the report, and the notebook display."""
 
 import contextlib
-import io
 import os
 import sys
 import time
@@ -54,17 +53,14 @@ class Drawn:
     error: str | None = None
 
 
-def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, bytes]]:
-    """Return an image's row with its overlays, and these by path relative to the output folder."""
+def draw_files(folder: Path, row: Row, maps: SaliencyMaps, job: Job) -> Row:
+    """Write the overlays of an image below the output folder, and return its row with their paths and sizes."""
     started = time.perf_counter()
     drawn = maps if job.overlays else {}
     outputs = {label: f"{row['stem']}-{in_file_name(label)}.{job.format}" for label in drawn}
-    files = {
-        outputs[label]: encode_overlay(saliency.overlay(**job.drawing), job.format) for label, saliency in drawn.items()
-    }
-    written = {path: len(content) for path, content in files.items()}
+    written = {outputs[label]: write_overlay(folder, outputs[label], drawn[label], **job.drawing) for label in drawn}
     seconds = round(row["seconds"] + time.perf_counter() - started, 4)
-    return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
+    return row | {"outputs": outputs, "written": written, "seconds": seconds}
 
 
 def check_drawing(drawing: Mapping[str, Any], format: str) -> None:
@@ -75,11 +71,15 @@ def check_drawing(drawing: Mapping[str, Any], format: str) -> None:
         raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
 
 
-def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
-    """Encode an overlay as the bytes of a file."""
-    file = io.BytesIO()
-    Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
-    return file.getvalue()
+def write_overlay(folder: Path, path: str, saliency: Saliency, **drawing: Any) -> int:
+    """Draw an overlay, write it below a folder in the format of the suffix, and return the size of the file in bytes.
+
+    Pillow encodes a JPEG into a file without holding Python's lock, which it holds for a buffer in memory.
+    """
+    overlay = Image.fromarray(saliency.overlay(**drawing))
+    with write_inside(folder, path) as file:
+        overlay.save(file, **WRITE_OPTIONS[Path(path).suffix])
+        return file.seek(0, os.SEEK_END)
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def draw_run(
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
                         raise ShapeError(f"The overlay {path!r} would overwrite an input: choose another folder (-o).")
-                    write_inside(folder, path, encode_overlay(saliency.overlay(**options), format))
+                    write_overlay(folder, path, saliency, **options)
                     paths.append(folder / path)
                 return Drawn(row["input"], tuple(paths))
             except OptionError:

@@ -16,7 +16,6 @@ from torch import nn
 
 from vitflow.errors import VitflowWarning, printable
 from vitflow.explaining.explainer import Explainer
-from vitflow.files import write_inside
 from vitflow.folder.columns import Maps, Row, failed_row
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.draw import draw_files
@@ -54,8 +53,8 @@ class Pipeline:
         # Slow methods use all threads anyway, and react to Ctrl-C only in this thread.
         lanes = Lanes(self._explainer, self._batch_size, several=not self._slow)
         try:
-            for batch in self._batches(inputs, missing):
-                for images in parts(lanes.batches[0], batch):
+            for count, batch in self._batches(inputs, missing):
+                for images in parts(lanes.batches[0], batch, -(-count // lanes.count)):
                     wanted = sum(image.row["input"] in missing for image in images)
                     if wanted:
                         future = lanes.submit(partial(self._explain, images, wanted))
@@ -76,23 +75,36 @@ class Pipeline:
             writers.shutdown(wait=True, cancel_futures=True)
             self._run.put([future.result() for _, future in self._writing if not future.cancelled()])
 
-    def _batches(self, inputs: Sequence[Input], missing: set[str]) -> Iterator[Iterator[Decoded]]:
-        """Yield the images of each batch in order; finished images are reread if their batch is recomputed."""
+    def _batches(self, inputs: Sequence[Input], missing: set[str]) -> Iterator[tuple[int, Iterator[Decoded]]]:
+        """Yield the number of images of each batch, and these in order, read lazily unless some are finished.
+
+        Finished images are reread if their batch is recomputed.
+        """
         futures = (self._decoders.submit(item.path) for item in inputs if item.key in missing)
         ahead = in_order(futures, self._batch_size, lambda result: result.nbytes)
         for start in range(0, len(inputs), self._batch_size):
             batch = inputs[start : start + self._batch_size]
-            decoded = {item.key: next(ahead) for item in batch if item.key in missing}
-            for key, result in decoded.items():
-                for note in result.notes:
-                    name, count = self._notes.get(note, (printable(key), 0))
-                    self._notes[note] = name, count + 1
+            read = ((item, self._noted(item, next(ahead))) for item in batch if item.key in missing)
+            if all(item.key in missing for item in batch):
+                yield len(batch), (result for _, result in read)
+                continue
+            decoded = {item.key: result for item, result in read}
             recomputed = any(result.image is not None for result in decoded.values())
+            members = [item for item in batch if recomputed or item.key in decoded]
             yield (
-                (decoded.pop(item.key, None) or self._decoders.submit(item.path).result()).named(item.known)
-                for item in batch
-                if recomputed or item.key in decoded
+                len(members),
+                (
+                    decoded.pop(item.key, None) or self._decoders.submit(item.path).result().named(item.known)
+                    for item in members
+                ),
             )
+
+    def _noted(self, item: Input, result: Decoded) -> Decoded:
+        """Collect the notes on a new image, and return it with the columns known of its input."""
+        for note in result.notes:
+            name, count = self._notes.get(note, (printable(item.key), 0))
+            self._notes[note] = name, count + 1
+        return result.named(item.known)
 
     def _explain(self, images: list[Decoded], wanted: int, batches: Batches) -> _Explained:
         """Return the results of a part, computed by a lane; slow methods report progress."""
@@ -120,9 +132,7 @@ class Pipeline:
         """Draw, encode and write the files of one image, and return its row and grids."""
         try:
             if maps:
-                row, files = draw_files(row, maps, self._job)
-                for path, content in files.items():
-                    write_inside(self._run.folder, path, content)
+                row = draw_files(self._run.folder, row, maps, self._job)
             return row, {label: saliency.grid for label, saliency in maps.items()}
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)

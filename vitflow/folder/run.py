@@ -119,7 +119,8 @@ def explain_folder(
         recursive: include subfolders.
         glob: read the files whose name or path relative to the source matches this pattern, with any suffix.
         limit: process the first images only.
-        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved if memory runs out.
+        batch_size: images at a time, which copies of the model share on several cores; halved if memory runs out. By
+            default 64 on a GPU, and on a CPU 32, or 16 with slow methods and those that compute gradients.
         workers: processes that read images, at most one for each core and image; by default half the cores, at
             most 8. With 0, this process reads them, and a file that crashes the decoder ends the run.
         overwrite: recompute everything, and remove the outputs of an earlier run with other options.
@@ -177,7 +178,7 @@ def explain_folder(
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
         by_key = {item.key: item for item in inputs}
         missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))
-        wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer)
+        wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer, job)
         tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
         if wanted and engine == "ray":
             run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)

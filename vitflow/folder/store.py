@@ -189,7 +189,8 @@ class Run(SavedRun):
             "totals": totals,
             "time": seconds,
         }
-        write_inside(self.folder, "run.json", json.dumps(record, indent=2).encode("ascii") + b"\n", durable=True)
+        with write_inside(self.folder, "run.json", durable=True) as file:
+            file.write(json.dumps(record, indent=2).encode("ascii") + b"\n")
 
     def close(self) -> None:
         """Write the remaining rows if possible, close the file, and release the lock."""

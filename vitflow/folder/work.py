@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError, check_known, printable, stops_all
+from vitflow.explaining.applying import needs_gradients
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import (
@@ -31,6 +32,7 @@ from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, has_targets
+from vitflow.registry.method_table import is_slow
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -159,9 +161,14 @@ def explainer_for(
     return Explainer.of(model() if callable(model) and not isinstance(model, nn.Module) else model, **settings)
 
 
-def auto_batch(explainer: Explainer) -> int:
-    """Return the default batch size: larger ones do not speed up a CPU, and 64 saturate a GPU."""
-    return {"cuda": 64}.get(explainer.device.type, 16)
+def auto_batch(explainer: Explainer, job: Job) -> int:
+    """Return the default batch size: 64 saturate a GPU; on a CPU, more than 32 are not faster.
+
+    A backward pass needs the memory of all layers, and slow methods form batches of their own.
+    """
+    if explainer.device.type == "cuda":
+        return 64
+    return 16 if needs_gradients(job.methods) or any(is_slow(each.name) for each in job.methods) else 32
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
@@ -182,12 +189,12 @@ def sides_of(job: Job) -> Target | list[Target]:
     return job.target.sides if isinstance(job.target, Contrast) else job.target
 
 
-def parts(batches: Batches, images: Iterable[Decoded]) -> Iterator[list[Decoded]]:
-    """Split images, which are read lazily, into parts that fit into memory; the split depends on the images alone."""
+def parts(batches: Batches, images: Iterable[Decoded], most: int | None = None) -> Iterator[list[Decoded]]:
+    """Split images, which are read lazily, into parts of at most `most` that fit into memory."""
     part: list[Decoded] = []
     for image in images:
         part.append(image)
-        if len(part) >= batches.fits or sum(each.nbytes for each in part) > WAITING_BYTES:
+        if len(part) >= min(batches.fits, most or batches.fits) or sum(each.nbytes for each in part) > WAITING_BYTES:
             yield part
             part = []
     if part:
