@@ -70,22 +70,22 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
         "features": sorted(features),
         "keys": keys,
         "means": means and not every_head,
-        **({} if every_head or keys or gradients else _options_of_one_product(chosen)),
+        **({} if every_head or keys or gradients else _options_of_one_rollout(chosen)),
     }
 
 
-def _options_of_one_product(chosen: Chosen) -> dict[str, float]:
-    """Return residual and discard ratio if all methods use one rollout, which can be multiplied on the fly; else {}."""
+def _options_of_one_rollout(chosen: Chosen) -> dict[str, float]:
+    """Return how the pass saves memory if all methods use one rollout: it discards values, or multiplies all layers."""
     names = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
-    products: list[list[Any]] = [
+    rollouts: list[list[Any]] = [
         [each.method.function, *(each.options.get(name) for name in names)]
         for each in chosen
         if "attention" in each.method.needs
     ]
-    if not products or any(product != products[0] for product in products[1:]):
+    if not rollouts or any(each != rollouts[0] for each in rollouts[1:]) or rollouts[0][0] != ROLLOUT:
         return {}
-    function, _, _, residual, discard_ratio, *ends = products[0]
-    return {"residual": residual, "discard_ratio": discard_ratio} if [function, *ends] == [ROLLOUT, 1, -1] else {}
+    residual, discard_ratio, *ends = rollouts[0][3:]
+    return {"discard_ratio": discard_ratio} if discard_ratio else {"residual": residual} if ends == [1, -1] else {}
 
 
 def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:

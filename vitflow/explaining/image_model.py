@@ -305,8 +305,9 @@ class ImageModel:
         if self._blocks:
             self._blocks = list(dict.fromkeys(trace.blocks))
         multiplied = any(layer.multiplied for layer in trace.layers)
-        if multiplied and (trace.discards_other_values() or trace.reads_several_blocks()):
-            return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | {"residual": 0.0})
+        if trace.discards_other_values() or (multiplied and trace.reads_several_blocks()):
+            again = {"residual": 0.0, "discard_ratio": 0.0}
+            return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | again)
         return trace
 
     def _recorded_pass(self, pixels: Tensor, outputs: Outputs, **options: Any) -> Trace:

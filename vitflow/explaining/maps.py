@@ -14,7 +14,7 @@ from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
-from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normalize_rows, one_head
+from vitflow.methods.fusion import HeadFusion, LargestValues, SignedFusion, check_layer, normalize_rows, one_head
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
@@ -158,7 +158,7 @@ def patch_place(patch: Patch) -> tuple[int, int]:
 
 def _through_layers(
     trace: TargetedTrace,
-    matrices: Sequence[Tensor],
+    matrices: Sequence[Tensor | LargestValues],
     readouts: Mapping[int, Tensor],
     *,
     end_layer: int = -1,
@@ -228,11 +228,11 @@ def rollout(
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the (finest) patch grid."""
-    readouts, matrices = _readouts(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
+    readouts, matrices = _readouts(trace, patch), trace.fused_values(head_fusion, value_weighted)
+    layers = trace.layers[: check_layer("end_layer", end_layer, len(trace.layers)) + 1]
     # Layers multiplied during the forward pass already include the residual connection.
-    steps = [(0.0, 0.0) if layer.multiplied else (residual, discard_ratio) for layer in trace.layers]
-    shares, ratios = zip(*steps[: check_layer("end_layer", end_layer, len(steps)) + 1], strict=True)
-    options |= {"residual": shares, "discard_ratio": ratios}
+    options["residual"] = [0.0 if layer.multiplied else residual for layer in layers]
+    options["discard_ratio"] = [discard_ratio if layer.prefix is None else 0.0 for layer in layers]
     return _through_layers(trace, matrices, readouts, end_layer=end_layer, **options)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitflow.errors import OTHER_METHODS, ShapeError, UnsupportedModelError
 from vitflow.images.geometry import overlaps
 from vitflow.methods.fusion import (
+    LargestValues,
     carry_rows,
     check_fraction,
     check_layer,
@@ -62,7 +63,7 @@ class LayerTokens:
 
 
 def staged_rollout(
-    matrices: Sequence[Tensor],
+    matrices: Sequence[Tensor | LargestValues],
     tokens: Sequence[LayerTokens],
     *,
     readout: Tensor | Mapping[int, Tensor],
@@ -82,7 +83,8 @@ def staged_rollout(
     the finest layout of the layers down to s.
 
     Args:
-        matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
+        matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first; or its largest
+            values, if it has no windows.
         tokens: layouts of the tokens of each layer.
         readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens]; or
             such weights of several layers by layer number, which are added to the row where it comes to that layer.
@@ -117,7 +119,8 @@ def staged_rollout(
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
     readouts = dict(readout) if isinstance(readout, Mapping) else {count: readout}
-    row = matrices[-1].new_zeros(len(matrices[0]), layout.num_tokens)
+    top = matrices[-1].values if isinstance(matrices[-1], LargestValues) else matrices[-1]
+    row = top.new_zeros(len(top), layout.num_tokens)
     for number in range(count, 0, -1):
         layer = tokens[number - 1]
         if (weights := readouts.get(number)) is not None:
@@ -127,7 +130,9 @@ def staged_rollout(
         if number <= first:
             continue
         step = ratios[number - 1], shares[number - 1], additive
-        row, layout = _through(row, layout, matrices[number - 1], layer, *step)
+        matrix = matrices[number - 1]
+        matrix = matrix.matrix.unsqueeze(1) if isinstance(matrix, LargestValues) else matrix
+        row, layout = _through(row, layout, matrix, layer, *step)
         mask = None if passed is None else passed[number - 1]
         if mask is not None:
             row = row * _spread(mask.to(row), layer.keys, layout)

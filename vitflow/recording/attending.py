@@ -108,12 +108,14 @@ class PartFusion:
             weighted = self._buffer.view(-1)[: every.numel()].view(part.probabilities.shape)
             if weighting == "output":  # rows that are normalised do not depend on 1/‖o_i‖
                 torch.bmm(self._values.along(part.mixed).flatten(0, 1), part.value.mT, out=weighted)
-                weighted.clamp_min_(0.0).mul_(part.probabilities)
+                (weighted.clamp_min_(0.0) if fusion == "mean" else weighted).mul_(part.probabilities)
             else:
                 self._norms = self._values.norms() if self._norms is None else self._norms
                 torch.mul(part.probabilities, self._norms[part.images].flatten(0, 1).unsqueeze(1), out=weighted)
             every = weighted.unflatten(0, heads)
         fuse_heads(every, fusion, out=out)  # type: ignore[arg-type]
+        if weighting == "output" and fusion != "mean":
+            out.clamp_min_(0.0)  # as before the fusion, in fewer values
 
 
 def attend(

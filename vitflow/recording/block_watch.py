@@ -170,7 +170,7 @@ class BlockWatch:
         if self.cut and not pixels.requires_grad and pixels.is_floating_point():
             pixels = (pixels.clone() if pixels.is_inference() else pixels.detach()).requires_grad_()
         self.image = pixels if pixels.requires_grad else None
-        return pixels.clone()  # the model may change it in place
+        return copied_on_write(pixels)
 
     @property
     def is_changed(self) -> bool:
@@ -284,6 +284,14 @@ def watch_of(model: nn.Module, cut: Sequence[str], gradients: bool) -> BlockWatc
 def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
     """Keep the blocks of a pass for the next one."""
     _blocks[model] = tuple(dict.fromkeys(blocks))
+
+
+def copied_on_write(pixels: Tensor) -> Tensor:
+    """Return a copy of the pixels, as the model may change them in place; on the CPU, it takes memory only then."""
+    try:
+        return torch.ops.aten._lazy_clone(pixels) if pixels.is_cpu else pixels.clone()
+    except RuntimeError:  # of memory that is not torch's
+        return pixels.clone()
 
 
 def _like(given: Any, tokens: Tensor) -> list[Tensor]:

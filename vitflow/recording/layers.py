@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, VitflowError, check_known
-from vitflow.methods.fusion import discard_low
+from vitflow.methods.fusion import LargestValues, dense
 from vitflow.methods.gradients import (
     Values,
     ValueWeighting,
@@ -34,6 +34,9 @@ _MULTIPLIED = 4
 #: The most tokens per channel of layers that are multiplied. For longer sequences, the products would take more than a
 #: tenth of the time of the forward pass: benchmarks.overhead, as in docs/costs.md.
 TOKENS_PER_CHANNEL = 1.5
+
+#: The least share of discarded values for which storing the others with their positions saves memory.
+SPARSE = 0.5
 
 #: Message for a trace without a forward pass.
 NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."
@@ -84,7 +87,7 @@ class AttentionLayer:
         name: module path of the layer, such as "blocks.3.attn".
         parts: attention of each module of the layer (several if modules run in parallel on the same tokens); empty if
             only fused matrices were kept.
-        fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
+        fused: fused matrices [batch · windows, queries, keys] or their largest values, by (fusion, value weighted).
         values: the value vectors of this attention, if requested.
         located: its query and key tokens and their positions; None if unknown.
         keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
@@ -96,12 +99,12 @@ class AttentionLayer:
             Others were replaced or zeroed between the blocks.
         means: if requested, the mean over heads of this layer, or of each layer of the product, times `MEAN_SCALE`,
             float16 [batch · windows, queries, keys].
-        prefix: number of prefix tokens that were never discarded from the product, if values were discarded.
+        prefix: number of prefix tokens whose columns were kept, if values were discarded.
     """
 
     name: str
     parts: tuple[ModuleAttention, ...] = ()
-    fused: dict[FusionKey, Tensor] = field(default_factory=dict)
+    fused: dict[FusionKey, Tensor | LargestValues] = field(default_factory=dict)
     values: Values | None = None
     located: LayerTokens | None = None
     keys: Tensor | None = None
@@ -124,8 +127,13 @@ class AttentionLayer:
 
     @property
     def example(self) -> Tensor:
-        """Any matrix of the layer, [batch · windows, …, queries, keys]."""
-        return self.parts[0].heads if self.parts else next(iter(self.fused.values()), *self.means[:1])
+        """Any matrix of the layer, [batch · windows, …, queries, keys], or zeros of its shape."""
+        if self.parts:
+            return self.parts[0].heads
+        fused = next(iter(self.fused.values()), *self.means[:1])
+        if isinstance(fused, LargestValues):
+            return fused.prefix.new_zeros(()).expand(*fused.prefix.shape[:2], fused.prefix.shape[1])
+        return fused
 
     @property
     def tokens(self) -> LayerTokens:
@@ -144,14 +152,15 @@ class RecordedLayers:
 
     layers: list[AttentionLayer] = field(default_factory=list)
 
-    def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+    def windows(self, matrices: Sequence[Tensor | LargestValues]) -> list[Tensor | LargestValues]:
         """Reshape the matrices [batch · windows, queries, keys] of each layer to [batch, windows, queries, keys]."""
         return [
-            matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
+            matrix if isinstance(matrix, LargestValues) else matrix.unflatten(0, (-1, layer.tokens.windows))
+            for layer, matrix in zip(self.layers, matrices, strict=True)
         ]
 
     def discards_other_values(self) -> bool:
-        """Return True if values were discarded from a product as if its tokens were others than the located ones."""
+        """Return True if values were discarded as if the tokens of a layer were others than the located ones."""
         located = ((layer.prefix, layer.located) for layer in self.layers if layer.located is not None)
         return any(
             prefix is not None and not (tokens.dense and prefix == tokens.keys.num_prefix_tokens)
@@ -194,7 +203,7 @@ class RecordedLayers:
             if layer.heads is None and len(layer.fused) != 1:
                 kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
                 raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
-            attentions.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
+            attentions.append(layer.heads if layer.heads is not None else dense(next(iter(layer.fused.values()))))
         return tuple(attentions)
 
     def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
@@ -220,6 +229,10 @@ class RecordedLayers:
         Raises:
             OptionError: neither this fusion nor all heads were recorded.
         """
+        return list(map(dense, self.fused_values(head_fusion, value_weighted)))
+
+    def fused_values(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor | LargestValues]:
+        """Return `fused`, with layers of which only the largest values were kept as these."""
         check_value_weighting(value_weighted)
         key = (head_fusion, value_weighted)
         matrices = []
@@ -278,41 +291,39 @@ def close_layer(
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """The rollout product that replaces fused matrices.
+class Reduction:
+    """Choice of what a pass keeps, to save memory.
 
     Attributes:
-        residual, discard_ratio: those of the rollout.
+        residual: that of the rollout products that replace fused matrices, if above 0.
+        discard_ratio: share of the smallest values of each layer that are not kept.
         layout: the layout that the user gave, with the prefix tokens whose columns keep all values.
     """
 
     residual: float
-    discard_ratio: float = 0.0
-    layout: TokenLayout | None = None
+    discard_ratio: float
+    layout: TokenLayout | None
 
-    def append(
-        self, layers: list[AttentionLayer], layer: AttentionLayer, *, normal: bool, anew: bool, prefix: int
-    ) -> None:
-        """Append a layer, or multiply it into the last product (stored as one matrix).
 
-        `normal` is True if the rows of each head sum to 1; `anew` begins another product; values whose key is one of
-        the `prefix` first tokens are not discarded.
-        """
-        [(key, fused)] = layer.fused.items()
-        normal = not layer.mixed and (bool(key[1]) or (normal and key[0] == "mean"))
-        if self.discard_ratio:
-            normal, layer.prefix = False, prefix
-            fused = discard_low(fused, self.discard_ratio, prefix, in_place=True)
-        below = layers[-1] if layers else None
-        full = below is None or below.multiplied % _MULTIPLIED == 0
-        if anew or below is None or full or (below.example.shape, below.mixed) != (fused.shape, layer.mixed):
-            layer.multiplied, product = 1, rollout_step(fused, None, self.residual, normal=normal)
-            layers.append(layer)
-        else:
-            layer.multiplied, layer.means = below.multiplied + 1, below.means + layer.means
-            product = rollout_step(fused, below.example, self.residual, normal=normal)
-            layers[-1] = layer
-        layer.fused = {key: product}
+def append_product(
+    layers: list[AttentionLayer], layer: AttentionLayer, residual: float, *, normal: bool, anew: bool
+) -> None:
+    """Append a layer, or multiply it into the last rollout product, which replaces fused matrices.
+
+    `normal` is True if the rows of each head sum to 1; `anew` begins another product.
+    """
+    [(key, fused)] = layer.fused.items()
+    normal = not layer.mixed and (bool(key[1]) or (normal and key[0] == "mean"))
+    below = layers[-1] if layers else None
+    full = below is None or below.multiplied % _MULTIPLIED == 0
+    if anew or below is None or full or (below.example.shape, below.mixed) != (layer.example.shape, layer.mixed):
+        layer.multiplied, product = 1, rollout_step(dense(fused), None, residual, normal=normal)
+        layers.append(layer)
+    else:
+        layer.multiplied, layer.means = below.multiplied + 1, below.means + layer.means
+        product = rollout_step(dense(fused), below.example, residual, normal=normal)
+        layers[-1] = layer
+    layer.fused = {key: product}
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

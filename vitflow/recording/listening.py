@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
-from vitflow.methods.fusion import normalize_rows
+from vitflow.methods.fusion import LargestValues, normalize_rows
 from vitflow.recording.attending import Attention, Part, PartFusion
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -25,12 +25,14 @@ from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unr
 from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import (
     MEAN_SCALE,
+    SPARSE,
     TOKENS_PER_CHANNEL,
     Arrange,
     AttentionLayer,
     FusionKey,
     ModuleAttention,
-    Product,
+    Reduction,
+    append_product,
     close_layer,
 )
 from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
@@ -47,7 +49,7 @@ class Listening(Interception):
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
-        means, product: True to keep means over heads; the rollout product that replaces fused matrices, or None.
+        means, reduction: True to keep means over heads; how the pass saves memory.
         within: path of the submodule whose attention is recorded.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call: the recorded model call with images.
@@ -65,13 +67,13 @@ class Listening(Interception):
         keys: bool,
         visible: bool,
         means: bool,
-        product: Product | None,
+        reduction: Reduction,
     ) -> None:
         super().__init__()
         self.watch = BlockWatch(model)
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
-        self.means, self.product, self.within = means, product, ""
+        self.means, self.reduction, self.within = means, reduction, ""
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -161,17 +163,17 @@ class Listening(Interception):
         (batch, _, queries, _), keys = query.shape, key.shape[-2]
         if values is not None and any(weighting == "output" for _, weighting in self.fusions):
             values = replace(values, gram=values.gram_for(batch * queries))
-        fused = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
+        fused: dict[FusionKey, Tensor | LargestValues] = {}
+        matrices = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
         means = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
         fuse = PartFusion(values)
         for part in parts:
-            for choice, matrix in fused.items():
+            for choice, matrix in matrices.items():
                 fuse(part, choice, out=matrix[part.images, part.queries])
             if means is not None:
                 means[part.images, part.queries] = fuse.mean(part, MEAN_SCALE)
-        for (fusion, weighting), matrix in fused.items():
-            if weighting:
-                fused[fusion, weighting] = normalize_rows(matrix, in_place=True)
+        for choice, matrix in matrices.items():
+            fused[choice] = normalize_rows(matrix, in_place=True) if choice[1] else matrix
         layer = AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible)
         layer.means = [] if means is None else [means]
         self._take(layer, value.shape[1] * value.shape[-1], normal)
@@ -295,25 +297,26 @@ class Listening(Interception):
         self.recorded_any = True
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
-        square = count == self.batch and queries == keys and self.watch.contains(layer.name)
+        whole = count == self.batch and queries == keys
+        if whole and self.reduction.discard_ratio >= SPARSE:
+            self._discard(layer, keys)
         short = keys <= TOKENS_PER_CHANNEL * channels
-        prefix = self._prefix(keys) if square and short and self.product else None
-        if self.product is None or prefix is None:
-            self._trace.layers.append(layer)
+        residual = self.reduction.residual
+        if residual and whole and short and self.watch.contains(layer.name):
+            append_product(self._trace.layers, layer, residual, normal=normal, anew=self.watch.is_changed)
         else:
-            anew = self.watch.is_changed
-            self.product.append(self._trace.layers, layer, normal=normal, anew=anew, prefix=prefix)
+            self._trace.layers.append(layer)
 
-    def _prefix(self, tokens: int) -> int | None:
-        """Return the number of prefix tokens of a layer; None if values are discarded and it is unknown."""
-        assert self.product is not None
-        if not self.product.discard_ratio:
-            return 0
+    def _discard(self, layer: AttentionLayer, tokens: int) -> None:
+        """Keep the largest values of a layer, if its prefix tokens are known."""
+        [(key, fused)] = layer.fused.items()
         try:
-            layout = None if self.call is None else self.product.layout or declared_layout(self.call, tokens)
+            layout = None if self.call is None else self.reduction.layout or declared_layout(self.call, tokens)
         except UnsupportedModelError:
-            return None
-        return None if layout is None or layout.num_suffix_tokens else layout.num_prefix_tokens
+            return
+        if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
+            layer.prefix = layout.num_prefix_tokens
+            layer.fused = {key: LargestValues.of(fused, self.reduction.discard_ratio, layer.prefix)}
 
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""

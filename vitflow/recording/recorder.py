@@ -26,7 +26,7 @@ from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, watch_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, autocast_state, hooked, model_lock, refuse_checkpointing, uncompiled
-from vitflow.recording.layers import FusionKey, Product
+from vitflow.recording.layers import FusionKey, Reduction
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
@@ -60,7 +60,8 @@ class record_attention:
         residual: if above 0, multiply every four layers with global attention to their rollout product, with this
             residual. Requires one fusion; uses a quarter of the memory. Long sequences, of more tokens than 1.5 times
             their channels, are not multiplied, which is faster.
-        discard_ratio: share of the smallest values per image and layer that are discarded before that product.
+        discard_ratio: if at least 0.5, and on the CPU, discard this share of the smallest values of an image in layers
+            with global attention during the pass, and store only the others. Requires one fusion.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
             logits.
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
@@ -111,8 +112,12 @@ class record_attention:
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         check_fraction("discard_ratio", discard_ratio)
-        if residual and (gradients or keys or visible or len(kept) != 1):
-            raise OptionError("residual > 0 requires one fusion, and neither gradients, keys nor visible.")
+        if (residual or discard_ratio) and (gradients or keys or visible or len(kept) != 1):
+            raise OptionError(
+                "residual > 0 and discard_ratio > 0 require one fusion, and neither gradients, keys nor visible."
+            )
+        if residual and discard_ratio:
+            raise OptionError("Layers are either multiplied or discarded from: use residual=0 or discard_ratio=0.")
         self._gradients = gradients
         self._listening = Listening(
             self._model,
@@ -122,7 +127,7 @@ class record_attention:
             keys=keys,
             visible=visible,
             means=means,
-            product=Product(residual, discard_ratio, layout) if residual else None,
+            reduction=Reduction(residual, discard_ratio, layout),
         )
         self._listening.within = within
         self._features = {path: _submodule(self._model, path) for path in features}
