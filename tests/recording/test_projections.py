@@ -15,6 +15,7 @@ from tests.models.test_libraries import built
 from tests.small import Custom
 from vitflow import Explainer, record_attention
 from vitflow.errors import ValueNormsError, VitflowWarning
+from vitflow.recording import projections
 
 DATA = {"input_size": (3, 160, 160), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 WIDTH = 64
@@ -328,3 +329,12 @@ def test_an_adapter_of_peft_is_explained_as_if_merged():
     options = {"r": 4, "target_modules": ["proj"], "init_lora_weights": False, "lora_dropout": 0.1}
     adapted = peft.get_peft_model(model_of(), peft.LoraConfig(**options)).eval()
     check_maps(adapted, copy.deepcopy(adapted).merge_and_unload(), 1)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e-4])
+def test_outputs_that_are_next_to_0_along_the_direction_are_compared_by_their_size(shift):
+    direction, random = projections._direction(WIDTH), torch.Generator().manual_seed(0)
+    rows, matrix = torch.randn(2, 9, WIDTH, generator=random), torch.randn(WIDTH, WIDTH, generator=random)
+    matrix -= torch.outer(direction, direction @ matrix) / direction.dot(direction)
+    results = rows @ matrix.T + shift * rows.std() * matrix.norm()
+    assert projections._agree_along(direction, rows, results, matrix, None, rounding=1e-5) == (shift == 0)

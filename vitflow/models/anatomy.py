@@ -219,8 +219,9 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
         return None  # with a norm before the projection, the output is not linear in the values of each token
     named = (attention_module._modules.get(name) for name in _OUTPUT_PROJECTIONS)
     projection = next((module for module in named if module is not None), None)
-    dense = getattr(getattr(parent, "output", None), "dense", None)
-    return dense if projection is None and isinstance(dense, nn.Module) else projection
+    if projection is None:
+        projection = getattr(getattr(parent, "output", None), "dense", None)
+    return projection if isinstance(projection, nn.Module) else None
 
 
 def has_other_forward(module: nn.Module) -> bool:

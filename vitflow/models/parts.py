@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
@@ -19,9 +18,10 @@ CLASSIFIERS = ("classifier", "cls_classifier")
 _RECORDABLE = ("sdpa", "eager")
 # Wrappers of timm with averaged weights.
 _AVERAGED = ("ModelEmaV2", "ModelEmaV3")
-# Types of settings whose values are compared, and the attributes of a module that are no settings.
+# Types of settings whose values are compared, the attributes of a module that are no settings, and its tables of hooks.
 _PLAIN = (bool, int, float, str, NoneType)
 _NOT_SETTINGS = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The number of entries of a weight that are compared, at least; and the size up to which other tensors are compared.
 _ENTRIES, _SMALL = 8, 1024
 # Modules are kept by weak references, so that the cache does not keep a model alive.
@@ -69,18 +69,28 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module as `named_modules` does, skipping torch.compile wrappers."""
-    for path, module in model.named_modules():
-        if "_orig_mod" not in module._modules:
-            if "_orig_mod" in path:
-                path = ".".join(part for part in path.split(".") if part != "_orig_mod")
-            yield path, module
+    """Yield path and module as `named_modules` does, but twice as fast, and without torch.compile wrappers."""
+    seen, waiting = set(), [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        parts = module._modules
+        if "_orig_mod" in parts:
+            waiting += [(path, part) for part in parts.values() if part is not None]
+            continue
+        yield path, module
+        if parts:
+            prefix = path and f"{path}."
+            waiting += [(prefix + name, part) for name, part in reversed(parts.items()) if part is not None]
 
 
 def pretrained_of(model: nn.Module) -> nn.Module | None:
     """Return the outermost transformers model in a module, or None."""
-    kinds = ((module, type(module).__mro__) for module in modules_of(model))
-    return next((module for module, mro in kinds if any(kind.__name__ == "PreTrainedModel" for kind in mro)), None)
+    modules = modules_of(model)
+    kinds = {kind for kind in set(map(type, modules)) if any(one.__name__ == "PreTrainedModel" for one in kind.__mro__)}
+    return next((module for module in modules if type(module) in kinds), None) if kinds else None
 
 
 def library_id(model: nn.Module) -> str | None:
@@ -91,15 +101,15 @@ def library_id(model: nn.Module) -> str | None:
 
 def runs_compiled(model: nn.Module) -> bool:
     """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
-    return any(map(_is_compiled, modules_of(model)))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    modules = modules_of(model)
+    forwards = [*(kind.forward for kind in set(map(type, modules))), *(vars(each).get("forward") for each in modules)]
+    return any(map(_is_compiled, forwards)) or any(
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules
     )
+
+
+def _is_compiled(forward: Any) -> bool:
+    return hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def model_cache(model: nn.Module) -> dict[Any, Any]:
@@ -107,8 +117,7 @@ def model_cache(model: nn.Module) -> dict[Any, Any]:
 
     This takes about a millisecond; `Call.cache` is the cache during one forward pass.
     """
-    modules = modules_of(model)
-    marks = [*_marks(modules), *_weight_marks(modules)]
+    marks = _marks(modules_of(model))
     known, cache = _caches.get(model, (None, {}))
     if known != marks:
         cache = {}
@@ -131,8 +140,8 @@ def foreign_hooks(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     every = torch.nn.modules.module
     tables = [every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks]
     tables.append(every._global_backward_pre_hooks)
-    for module in modules:
-        tables += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    for attributes in map(vars, modules):
+        tables += [table for name in _HOOKS if (table := attributes[name])]
     isolation = "vitflow.recording.isolation"
     return tuple(key for table in tables for key, hook in table.items() if type(hook).__module__ != isolation)
 
@@ -140,68 +149,65 @@ def foreign_hooks(modules: Sequence[nn.Module]) -> tuple[int, ...]:
 def _marks(modules: Sequence[nn.Module]) -> list[Any]:
     """Return marks that change if a module is replaced, compiled, added or removed, or gets a method, hook or setting.
 
-    The methods are those of instances and of classes.
+    The methods are those of instances and of classes; settings are attributes that are plain values, containers of
+    these, or functions. Marks change with the weights, too, and with small tensors that are plain attributes.
     """
-    names = [tuple(module._modules) for module in modules]
-    compiled = [_is_compiled(module) for module in modules]
-    settings = [_settings(module) for module in modules]
+    marks: list[Any] = []
+    tensors: list[Tensor] = []
+    for module in modules:
+        marks += ref(module), type(module), *module._modules
+        for name, value in vars(module).items():
+            if name not in _NOT_SETTINGS and (mark := _setting(value)) is not None:
+                marks += name, mark
+            elif type(value) is Tensor and value.numel() <= _SMALL:
+                tensors.append(value)
     kinds = {base for kind in set(map(type, modules)) for base in kind.__mro__}
-    methods = [
+    marks += [_is_compiled(getattr(kind, "forward", None)) for kind in kinds]
+    marks += [
         (name, ref(value))
         for kind in kinds
         if not kind.__module__.startswith("torch.") and kind is not object
         for name, value in vars(kind).items()
         if type(value) is FunctionType
     ]
-    return [*map(ref, modules), *map(type, modules), *names, *compiled, *settings, *methods, foreign_hooks(modules)]
+    groups = (group for module in modules for group in (module._parameters, module._buffers) if group)
+    weights = {id(tensor): tensor for group in groups for tensor in group.values() if tensor is not None}
+    return [*marks, foreign_hooks(modules), *_weight_marks(list(weights.values()), tensors)]
 
 
-def _settings(module: nn.Module) -> list[Any]:
-    """Return the attributes of a module that are plain values, containers of these, or functions."""
-    settings = []
-    for name, value in vars(module).items():
-        if name not in _NOT_SETTINGS:
-            callable_ = callable(value) and not isinstance(value, nn.Module)
-            copied = _reference(value) if callable_ else _plain(value)
-            settings += [] if copied is None else [(name, copied)]
-    return settings
-
-
-def _reference(value: Any) -> Any:
+def _setting(value: Any) -> Any:
+    """Return a copy of a plain value or of a container of settings, or a reference to a function; None for others."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple, set, dict):
+        parts = [_setting(each) for each in (value.items() if isinstance(value, dict) else value)]
+        return None if None in parts else (kind, parts)
+    if not callable(value) or isinstance(value, nn.Module):
+        return None
     try:
         return ref(value)
     except TypeError:
         return id(value)
 
 
-def _plain(value: Any) -> Any:
-    """Return a copy of a plain value, or of a container of such values; None for others."""
-    if type(value) in _PLAIN:
-        return type(value), value
-    if type(value) in (list, tuple, set, dict):
-        parts = [_plain(each) for each in (value.items() if isinstance(value, dict) else value)]
-        return None if None in parts else (type(value), parts)
-    return None
+def _weight_marks(weights: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
+    """Return marks that change with tensors: address and version of each weight, and a few entries of each tensor.
 
-
-def _weight_marks(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return marks that change with the weights: address and version of each tensor, and a few of its entries.
-
-    Writes through `.data` change only the entries. Small tensors that are plain attributes are included without their
-    address, as a forward pass may store them anew.
+    Writes through `.data` change only the entries. Other tensors than weights are without their address, as a forward
+    pass may store them anew.
     """
-    groups = (group for module in modules for group in (module._parameters, module._buffers))
-    weights = list({id(tensor): tensor for group in groups for tensor in group.values() if tensor is not None}.values())
     versions = [(id(each), 0 if each.is_inference() else each._version) for each in weights]
-    attributes = (value for module in modules for value in vars(module).values() if type(value) is Tensor)
     entries: dict[Any, list[Tensor]] = {}
     addresses: list[int] = []
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        for tensor in (*weights, *(value for value in attributes if value.numel() <= _SMALL)):
+        for tensor in (*weights, *others):
             plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if plain and not tensor.is_meta and not tensor.is_quantized and not is_lazy(tensor):
-                step = max(1, tensor.numel() // _ENTRIES)
-                entries.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().flatten()[::step])
+            if plain and not tensor.is_meta and not tensor.is_quantized:
+                step = max(1, (count := tensor.numel()) // _ENTRIES)
+                in_order = tensor if tensor.is_contiguous() else tensor.contiguous()
+                few = in_order.as_strided((-(-count // step),), (step,))
+                entries.setdefault((tensor.device, tensor.dtype), []).append(few)
                 addresses.append(tensor.data_ptr() if len(addresses) < len(weights) else 0)
             else:
                 addresses.append(0)

@@ -6,7 +6,9 @@ on unit vectors.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import lru_cache
+from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -27,7 +29,8 @@ _ROUNDING, _TF32, _OF_TYPE = 1e-5, 2.0**-8, 4
 _LINEAR = 0.05
 # Models of which a pass could not be weighted; `model_cache` tells if they are still the same.
 _refused: WeakSet[nn.Module] = WeakSet()
-# Forward methods that multiply by the stored weight.
+# Types without functions of their own; forward methods that multiply by the stored weight.
+_PLAIN = (Tensor, nn.Parameter, NoneType)
 _PRODUCTS = (nn.Linear.forward, nn.Conv2d.forward)
 
 
@@ -133,34 +136,35 @@ class Projection:
             return projection_weight(self._module)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        self._input = None if given is None else given.detach()
+        self._input = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
     def _leave(self, args: Any, output: Any) -> None:
         given, self._input = self._input, None
         self._projected += [output] if self._reads_returned and isinstance(output, Tensor) else []
         if given is None or given.ndim < 2 or not isinstance(output, Tensor):
             self._is_linear = False
-        else:
-            with unrecorded():
-                self._compare(given, output)
+            return
+        tensors = (given, output, *self._module._parameters.values(), *self._module._buffers.values())
+        plain = not self._module._modules and all(type(each) in _PLAIN for each in tensors)
+        # The function mode of a recording makes each function of plain tensors slower.
+        with unrecorded(), torch._C.DisableTorchFunction() if plain else nullcontext():
+            self._compare(given.detach(), output.detach())
 
     def _compare(self, given: Tensor, output: Tensor) -> None:
         """Compare an output of the projection with its stored weight; if they differ, measure its map."""
-        output, weight, bias = output.detach(), self._weight(), getattr(self._module, "bias", None)
+        weight, bias = self._weight(), getattr(self._module, "bias", None)
         axis = 1 if given.ndim == 4 and any(isinstance(part, nn.Conv2d) for part in self._module.modules()) else -1
-        results = output.movedim(axis, -1).flatten(0, -2)
-        rows = given.movedim(axis, -1).flatten(0, -2)
-        exact = max(_ROUNDING, *(_OF_TYPE * torch.finfo(each.dtype).eps for each in (given, output)))
-        exact = exact if output.device.type == "cpu" else max(exact, _TF32)
-        if weight is not None and self._measured is None:
-            offset = bias if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
-            direction = _direction(len(weight)).to(weight.device)
-            if _agree(rows, results, weight, offset, rounding=exact, direction=direction):
+        rows, results = (given, output) if axis == -1 else (given.movedim(axis, -1), output.movedim(axis, -1))
+        if rows.shape[:-1] != results.shape[:-1]:
+            rows, results = rows.flatten(0, -2), results.flatten(0, -2)
+        rounding = _rounding(output.device.type, given.dtype, output.dtype)
+        if self._measured is None and weight is not None:
+            offset = bias if isinstance(bias, Tensor) else None
+            if _agree_along(_direction(len(weight)), rows, results, weight, offset, rounding=rounding):
                 return
         try:
             self._measured, offset = self._measure(given, axis)
-            self._is_linear &= _agree(rows, results, self._measured, offset, rounding=exact, deviation=_LINEAR)
+            self._is_linear &= _agree(rows, results, self._measured, offset, rounding=rounding)
         except Exception:  # a module may fail in any way on another number of tokens
             self._is_linear = False
 
@@ -175,34 +179,41 @@ class Projection:
         return (output[:-1] - output[-1]).T, output[-1]
 
 
-def _agree(
-    rows: Tensor,
-    results: Tensor,
-    matrix: Tensor,
-    offset: Tensor,
-    *,
-    rounding: float,
-    deviation: float = 0.0,
-    direction: Tensor | None = None,
-) -> bool:
-    """Return True if results [n, out] are matrix · rows + offset, up to fractions of the results and of the product.
-
-    With a direction [out], only along it, which takes a product with a vector.
-    """
-    if rows.shape[-1] != matrix.shape[1] or results.shape != (len(rows), len(matrix)):
+def _agree(rows: Tensor, results: Tensor, matrix: Tensor, offset: Tensor, *, rounding: float) -> bool:
+    """Return True if results [..., out] are matrix · rows + offset, up to rounding and 8-bit inputs."""
+    if rows.shape[-1] != matrix.shape[1] or results.shape != (*rows.shape[:-1], len(matrix)):
         return False
     rows, results, matrix, offset = map(at_least_float32, (rows, results, matrix, offset))
-    size = results.norm()
     with torch.autocast(rows.device.type, enabled=False):
-        if direction is not None:
-            direction = direction.to(results)
-            matrix, offset, results = (
-                direction @ matrix.to(results),
-                direction @ offset.to(results),
-                results @ direction,
-            )
         product = nn.functional.linear(rows, matrix.to(rows))
-        return bool((results - product - offset).norm() <= rounding * size + deviation * product.norm())
+        return bool((results - product - offset).norm() <= rounding * results.norm() + _LINEAR * product.norm())
+
+
+def _agree_along(
+    direction: Tensor, rows: Tensor, results: Tensor, matrix: Tensor, offset: Tensor | None, *, rounding: float
+) -> bool:
+    """Return True if results [..., out] are matrix · rows + offset along a direction [out], up to rounding.
+
+    This takes products with vectors only.
+    """
+    if rows.shape[-1] != matrix.shape[1] or results.shape != (*rows.shape[:-1], len(matrix)):
+        return False
+    kind = results.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        results = at_least_float32(results)
+        direction, rows, matrix = (each.detach().to(results) for each in (direction, rows, matrix))
+        along, norm = results @ direction, torch.linalg.vector_norm
+        rest = along - rows @ (direction @ matrix)
+        difference = norm(rest if offset is None else rest - direction @ offset.detach().to(results))
+        # The norm along a random direction is usually similar to that of the results, which would be read once more.
+        return bool(difference <= rounding * norm(along)) or bool(difference <= rounding * norm(results))
+
+
+@lru_cache
+def _rounding(device: str, *types: torch.dtype) -> float:
+    """Return the relative difference of outputs by rounding, for the types of inputs and outputs."""
+    rounding = max(_ROUNDING, *(_OF_TYPE * torch.finfo(each).eps for each in types))
+    return rounding if device == "cpu" else max(rounding, _TF32)
 
 
 @lru_cache(maxsize=16)
