@@ -231,7 +231,9 @@ def check_recordable(model: nn.Module) -> None:
     """Check that no part of a model is scripted, and that the attention of a transformers model can be recorded."""
     refuse_scripted(model)
     for module in modules_of(model):
-        implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
+        if (config := vars(module).get("config")) is None:
+            continue
+        implementation = getattr(config, "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _RECORDABLE:
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses the attention implementation {implementation!r}, which cannot be "
@@ -245,7 +247,7 @@ def check_recordable(model: nn.Module) -> None:
 
 def refuse_scripted(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a part of a model is scripted or traced."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(model)):
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules_of(model)))):
         raise UnsupportedModelError(
             f"{type(model).__name__} contains a scripted or traced module, whose attention cannot be recorded. Pass a "
             "model of the original modules."

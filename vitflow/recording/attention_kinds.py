@@ -105,13 +105,13 @@ def may_attend(model: nn.Module) -> dict[str, nn.Module]:
 
 def _may_attend(module: nn.Module) -> bool:
     """Return True for a module with submodules, unless its class excludes that it attends."""
-    parts = [part for part in module._modules.values() if part is not None]
-    if not parts or "_orig_mod" in module._modules:
+    if not module._modules or "_orig_mod" in module._modules:
         return False  # leaves and wrappers of compiled modules compute no attention
+    parts = [part for part in module._modules.values() if part is not None]
     kind = type(module)
     relays = kind.__qualname__ in _RELAYS.get(kind.__module__, ()) and kind.forward.__module__ == kind.__module__
     patched = "forward" in module.__dict__
-    return patched or not relays or not all(part._modules or _is_plain(part) for part in parts)
+    return bool(parts) and (patched or not relays or not all(part._modules or _is_plain(part) for part in parts))
 
 
 def _is_plain(leaf: nn.Module) -> bool:
@@ -210,7 +210,9 @@ def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
 
 
 def _refused(model: nn.Module) -> nn.Module | None:
-    return next((module for module in modules_of(model) if _kind(module) in _REFUSED), None)
+    modules = modules_of(model)
+    kinds = {kind for kind in set(map(type, modules)) if kind.__name__ in _REFUSED}
+    return next((module for module in modules if type(module) in kinds), None) if kinds else None
 
 
 def mixes_tokens(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

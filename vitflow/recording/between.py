@@ -59,7 +59,7 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     `names` are the attention modules that ran; a layer may be a product of several. Return why a product of layers
     would not follow the tokens, or None.
     """
-    blocks = block_paths_of(call.model, names)
+    blocks = blocks_of(call, names)
     remember_blocks(call.model, blocks)
     if set(watch.blocks) != set(blocks):
         watch = _repeated(call, blocks)
@@ -100,6 +100,11 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     for name, mask in passed.items():
         lowest[name].passed = mask
     return None
+
+
+def blocks_of(call: Call, names: Sequence[str]) -> list[str]:
+    """Return `block_paths_of` the model of a call, which is cached here."""
+    return call.cached((block_paths_of, *names), lambda: block_paths_of(call.model, names))
 
 
 def _verify(call: Call, watch: BlockWatch, passages: Mapping[int, _Passage]) -> None:

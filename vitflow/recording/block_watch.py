@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -241,10 +241,15 @@ class BlockWatch:
 
     def written(self) -> tuple[str, str] | None:
         """Return the blocks between which tokens were changed in place without autograd, as by `.data`; or None."""
-        pairs = [(before, after) for _, _, before, after in self._samples if not before.is_meta]
-        differs = [((before != after) & ~before.isnan()).any().to(pairs[0][0].device) for before, after in pairs]
-        changed = torch.stack(differs).nonzero().flatten().tolist() if differs else []
-        return self._samples[changed[0]][:2] if changed else None
+        samples = [each for each in self._samples if not each[2].is_meta]
+        if not samples:
+            return None
+        device = samples[0][2].device
+        before, after = (torch.cat([each[place].to(device) for each in samples]) for place in (2, 3))
+        if torch.equal(before, after) or not len(changed := ((before != after) & ~before.isnan()).nonzero()):
+            return None
+        ends = accumulate(each[2].numel() for each in samples)
+        return next(each[:2] for each, end in zip(samples, ends, strict=True) if changed[0] < end)
 
     def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
         cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)

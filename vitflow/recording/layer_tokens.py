@@ -46,23 +46,21 @@ def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
     Their queries are not image tokens, even if their number equals the number of patches: the decoder is a part of the
     head.
     """
-    stacks = [stack_of(layer.name) for layer in layers]
-    square = {layer.example.shape[-1] for layer in layers if len(set(layer.example.shape[-2:])) == 1}
+    stacks, shapes = [stack_of(layer.name) for layer in layers], [layer.example.shape for layer in layers]
+    square = {keys for *_, queries, keys in shapes if queries == keys}
     crossing = {
         stack
-        for layer, stack in zip(layers, stacks, strict=True)
-        if stream_of(layer.name) != stack or "decoder" in stack.lower() or _reads_others(layer, batch, square)
+        for layer, stack, shape in zip(layers, stacks, shapes, strict=True)
+        if stream_of(layer.name) != stack or "decoder" in stack.lower() or _reads_others(shape, batch, square)
     }
     first = next((index for index, stack in enumerate(stacks) if stack in crossing), 0)
     return crossing if first and crossing.issuperset(stacks[first:]) else set()
 
 
-def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
-    """Return True if a layer's queries have no grid and attend to the tokens of other layers."""
-    queries, keys = layer.example.shape[-2:]
-    return (
-        len(layer.example) == batch and 1 < queries != keys and keys in square and math.isqrt(queries) ** 2 != queries
-    )
+def _reads_others(shape: Sequence[int], batch: int, square: set[int]) -> bool:
+    """Return True if the queries of a layer's attention have no grid and attend to the tokens of other layers."""
+    count, *_, queries, keys = shape
+    return count == batch and 1 < queries != keys and keys in square and math.isqrt(queries) ** 2 != queries
 
 
 def find_tokens(
@@ -73,7 +71,7 @@ def find_tokens(
     Raises UnsupportedModelError for global attention if the model's token layout is unknown.
     """
     model, batch = call.model, len(call.pixels)
-    counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
+    counts = {(shape[0], *shape[-2:]) for shape in (layer.example.shape for layer in layers)}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
         layout = layout or declared_layout(call, keys)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -332,6 +333,7 @@ def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequ
     return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
 
 
+@lru_cache(maxsize=1024)
 def stream_of(path: str) -> str:
     """Return the name of the token stream of an attention module, from its path in the model.
 

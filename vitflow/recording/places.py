@@ -22,8 +22,8 @@ from vitflow.models.anatomy import possible_layouts, read_layout
 from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.recording.attention_kinds import refusal_of
-from vitflow.recording.between import find_passed
-from vitflow.recording.block_watch import as_tokens, block_paths_of
+from vitflow.recording.between import blocks_of, find_passed
+from vitflow.recording.block_watch import as_tokens
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
@@ -96,7 +96,7 @@ def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[
     layouts = dict.fromkeys(layout for layer in layers for layout in (layer.tokens.queries, layer.tokens.keys))
     in_order = [layer for layer in layers if layer.tokens.key_index is None]
     sites: dict[str, tuple[TokenLayout, ...]] = {}
-    for name, block in zip(names, block_paths_of(call.model, names), strict=True):
+    for name, block in zip(names, blocks_of(call, names), strict=True):
         here = [layer.tokens for layer in in_order if layer.name == name or layer.multiplied]
         sites[block] = tuple(dict.fromkeys(layout for each in here for layout in (each.queries, each.keys)))
     extents, refusal = find_extents(call, sites, tuple(layouts))

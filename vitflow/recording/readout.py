@@ -84,7 +84,8 @@ def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> 
     gradients = graph.differentiate(scores, torch.full_like(scores, scale), tensors)
     split = len(image) + len(graph.blocks)
     to_image, to_blocks, to_later = gradients[: len(image)], gradients[len(image) : split], gradients[split:]
-    read = torch.stack([_is_read(each, scores) for each in to_blocks])
+    unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
+    read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
     zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
     norms = [
         token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
@@ -97,7 +98,9 @@ def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> 
             continue
         if later.kind == "container" and fits and later.tokens.numel() != graph.blocks[-1].tokens.numel():
             continue  # tokens of another width may be internal to a head
-        passes = _passes(later, gradient, graph, gradients[:split], read[-1])
+        passes = read[-1].clone()
+        if _is_bypassed(scores, later.tokens, tensors[:split]):
+            passes &= _passes(later, gradient, graph, gradients[:split], batch)
         if later.kind == "pooling":
             pooled |= passes
             continue
@@ -106,41 +109,54 @@ def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> 
             continue
         every = passes.equal(waiting)  # then the tokens of blocks need not fit their layouts
         norms = [nothing if every and each is None else each for each, nothing in zip(norms, zeros, strict=True)]
-        norms = [None if each is None else each.masked_fill(passes[:, None], 0.0) for each in norms]
+        norms = [
+            each if each is None or each is nothing else each.masked_fill(passes[:, None], 0.0)
+            for each, nothing in zip(norms, zeros, strict=True)
+        ]
         norms[-1] = None if norms[-1] is None else torch.where(passes[:, None], at_later, norms[-1])
         waiting &= ~passes
-    return Measured(norms, pooled, _refusal(graph, to_image, to_blocks, waiting))
+    return Measured(norms, pooled, _refusal(graph, to_image, read, waiting))
 
 
-def _refusal(
-    graph: HeadGraph, to_image: Sequence[Tensor | None], to_blocks: Sequence[Tensor | None], direct: Tensor
-) -> str:
+def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor, direct: Tensor) -> str:
     """Return the reason why the layers below the head do not explain the output, or an empty string.
 
-    `direct` is True for each image of which the head reads the outputs of blocks themselves, bool [batch].
+    `read` is True if the output of an image depends on a block directly, bool [blocks, batch], and `direct` for each
+    image of which the head reads the outputs of blocks themselves, bool [batch].
     """
-    last, read = graph.blocks[-1].path, [_is_read(gradient, direct) for gradient in to_blocks]
-    again = any(bool(each.any()) and block.path == last for block, each in zip(graph.blocks[:-1], read, strict=False))
+    lower = zip(graph.blocks[:-1], read[:-1].any(dim=1).tolist(), strict=True)
+    again = any(is_read and block.path == graph.blocks[-1].path for block, is_read in lower)
     if again or graph.is_restarted():
         return "by several runs of its blocks"
-    if any(bool((_is_read(gradient, direct) & direct).any()) for gradient in to_image):
+    if any(bool(((_largest(each, len(direct)) != 0) & direct).any()) for each in to_image if each is not None):
         return "also directly from the image, bypassing its blocks"
-    if any(bool((each & direct).any()) for each in read[:-1]) and not graph.is_chain():
+    if bool((read[:-1] & direct).any()) and not graph.is_chain():
         return "from several blocks, with skip connections around some of them"
     return ""
 
 
-def _is_read(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Return True for each image with a gradient that is not 0, bool [batch]."""
-    zeros = torch.zeros(len(like), dtype=torch.bool, device=like.device)
-    return zeros if gradient is None else _largest(gradient, len(like)) != 0
+def _is_bypassed(scores: Tensor, through: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Return True if a path of the graph from scores to a source may bypass a tensor between them."""
+    if not all(source.is_leaf for source in sources):
+        return True
+    leaves, end = set(map(id, sources)), (through.grad_fn, through.output_nr)
+    seen, waiting = set[Any](), [(scores.grad_fn, scores.output_nr)]
+    while waiting:
+        node, output = waiting.pop()
+        if node is None or node in seen or (node, output) == end:
+            continue
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        waiting += node.next_functions
+    return False
 
 
 def _passes(
-    later: HeadInput, gradient: Tensor, graph: HeadGraph, totals: Sequence[Tensor | None], last_is_read: Tensor
+    later: HeadInput, gradient: Tensor, graph: HeadGraph, totals: Sequence[Tensor | None], batch: int
 ) -> Tensor:
     """Return True for each image of which all gradients at the image and at blocks pass later tokens, bool [batch]."""
-    passes, batch = last_is_read.clone(), len(last_is_read)
+    passes = torch.ones(batch, dtype=torch.bool, device=gradient.device)
     image = [] if graph.image is None else [graph.image]
     tensors = [*image, *(block.tokens for block in graph.blocks)]
     known = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]

@@ -14,6 +14,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
+from vitflow.recording.between import blocks_of
 from vitflow.recording.block_watch import BlockWatch, HeadGraph, block_paths_of, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
@@ -90,7 +91,7 @@ class RecordedHead(RecordedLayers):
     @property
     def blocks(self) -> list[str]:
         """Path of the block of each attention layer that ran, first layer first."""
-        return block_paths_of(self.model, self.names)
+        return block_paths_of(self.model, self.names) if self.call is None else blocks_of(self.call, self.names)
 
     @property
     def head_graph(self) -> HeadGraph | None:
