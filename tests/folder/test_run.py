@@ -32,7 +32,7 @@ from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, Vi
 from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
-from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.plan import list_inputs
 from vitflow.folder.run import decoder_count
 from vitflow.folder.saved import SavedRun
 
@@ -691,7 +691,7 @@ def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, optio
 )
 def test_no_more_decoders_start_than_there_are_cores_and_images(monkeypatch, cores, images, workers, count):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert decoder_count([Input("", "", "")] * images, workers) == count
+    assert decoder_count(images, workers) == count
 
 
 def write_mutations(place: Path, count: int) -> None:

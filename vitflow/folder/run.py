@@ -19,7 +19,7 @@ from vitflow.folder.columns import by_rank, check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, check_drawing, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Input, clear_outputs, is_done, list_inputs
+from vitflow.folder.plan import clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
@@ -168,28 +168,29 @@ def explain_folder(
     # Report errors of the sources before loading a model.
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
     listing = list_inputs(source, output, **selection, urls=engine == "ray")
-    explainer = explainer or explainer_for(model)
-    check_target(job, explainer)
-    known, started = explainer.fingerprint(), time.time()
-    how = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "overlays": job.overlays}
-    fingerprint = run_fingerprint("folder", {"root": listing.root}, known, job.methods, how)
-    clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
-    with Run(listing.output, fingerprint, overwrite=overwrite, clear=clear) as run:
-        inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
-        by_key = {item.key: item for item in inputs}
-        missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))
-        wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer, job)
-        tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
-        if wanted and engine == "ray":
-            run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
-        elif wanted:
-            with DecoderPool(decoder_count(wanted, workers), max_pixels=max_pixels) as decoders:
+    workers = decoder_count(len(listing.files), workers) if engine == "local" else 0
+    with DecoderPool(workers, max_pixels=max_pixels) as decoders:  # they start while the model is loaded
+        explainer = explainer or explainer_for(model)
+        check_target(job, explainer)
+        known, started = explainer.fingerprint(), time.time()
+        how = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "overlays": job.overlays}
+        fingerprint = run_fingerprint("folder", {"root": listing.root}, known, job.methods, how)
+        clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
+        with Run(listing.output, fingerprint, overwrite=overwrite, clear=clear) as run:
+            inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
+            by_key = {item.key: item for item in inputs}
+            missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))
+            wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer, job)
+            tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
+            if wanted and engine == "ray":
+                run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
+            elif wanted:
                 Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
-        record = {
-            "command": list(command) if command else None,
-            "settings": selection | {"left_out": dict(listing.unread)},
-        }
-        return _finish(run, len(inputs) - len(wanted), started, record, manifest=manifest, report=report)
+            record = {
+                "command": list(command) if command else None,
+                "settings": selection | {"left_out": dict(listing.unread)},
+            }
+            return _finish(run, len(inputs) - len(wanted), started, record, manifest=manifest, report=report)
 
 
 def _finish(
@@ -215,7 +216,7 @@ def _finish(
     return FolderSummary(run.folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
-def decoder_count(inputs: Sequence[Input], workers: int | None) -> int:
+def decoder_count(images: int, workers: int | None) -> int:
     """Return the number of processes that read images."""
     cores = os.cpu_count() or 2
-    return min(min(8, max(1, cores // 2)) if workers is None else workers, cores, len(inputs))
+    return min(min(8, max(1, cores // 2)) if workers is None else workers, cores, images)

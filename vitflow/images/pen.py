@@ -102,7 +102,7 @@ class Pen:
         self, image: NDArray[np.uint8], placement: Placement | None = None, marked: Mark | None = None
     ) -> NDArray[np.uint8]:
         """Resize an image to its size in the figure, mark a box or region, and crop it to what the model saw."""
-        drawn = self._resized(image, placement)
+        drawn = self._resized(image, placement).copy()
         _mark(drawn, image, marked)
         return self._cropped(drawn, placement)
 
@@ -134,9 +134,9 @@ class Pen:
         return np.concatenate([colours, opacity], axis=2).astype(np.uint8)
 
     def _resized(self, image: NDArray[np.uint8], placement: Placement | None) -> NDArray[np.uint8]:
-        """Return a copy of an image such that it, or its part to show, has the width of the figure."""
+        """Return an image such that it, or its part to show, has the width of the figure; itself without a width."""
         if self.width is None:
-            return image.copy()
+            return image
         high, wide = image.shape[:2]
         left, top, right, bottom = self._shown(placement, (high, wide))
         height, width = panel_size((bottom - top, right - left), width=self.width, dpi=self.dpi)

@@ -102,7 +102,9 @@ class Preprocessing:
         resample = Image.Resampling[self.spec.interpolation.upper()]
         region = slice(first_row - top, last_row - top), slice(first_col - left, last_col - left)
         if height * width <= _MAX_RESIZED_PIXELS:
-            return np.asarray(image.resize((width, height), resample))[first_row:last_row, first_col:last_col], region
+            # As Pillow does, columns first: rows are then resized in the columns that the model sees only.
+            wide = image.resize((width, image.height), resample).crop((first_col, 0, last_col, image.height))
+            return np.asarray(wide.resize((wide.width, height), resample))[first_row:last_row], region
         upper, start = placement.to_image(float(first_row - top), float(first_col - left))
         lower, end = placement.to_image(float(last_row - top), float(last_col - left))
         size = (last_col - first_col, last_row - first_row)
@@ -121,7 +123,8 @@ class Preprocessing:
         if spec.channels == 1:  # luminance by ITU-R 601-2, as PIL's convert("L")
             grey = np.round(image @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
             image = np.repeat(grey[..., None], 3, axis=2)
-        scaled = np.ascontiguousarray(self.cut(image, placement).transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+        scaled = np.ascontiguousarray(self.cut(image, placement).transpose(2, 0, 1), dtype=np.float32)
+        scaled /= np.float32(255)
         scaled -= np.asarray(spec.mean, dtype=np.float32)[:, None, None]
         scaled /= np.asarray(spec.std, dtype=np.float32)[:, None, None]
         return scaled[: spec.channels]
@@ -164,11 +167,11 @@ def upsample(
     elif interpolation == "smooth":
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
         (y, x), (first, other) = placement.to_input(centres[0], centres[1]), placement.cells(grid.shape)
-        wide = np.ascontiguousarray(_splined(grid.T, (x - other[0]) / other[1]).T)
-        seen = heatmap[top:bottom, left:right]
+        wide = np.ascontiguousarray(_blended(grid.T, *_spline(grid.shape[1], (x - other[0]) / other[1])).T)
+        seen, (indices, weights) = heatmap[top:bottom, left:right], _spline(grid.shape[0], (y - first[0]) / first[1])
         low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
         for strip in strips(*seen.shape):
-            np.clip(_splined(wide, (y[strip] - first[0]) / first[1]), low, high, out=seen[strip])
+            np.clip(_blended(wide, indices[:, strip], weights[:, strip]), low, high, out=seen[strip])
     else:
         cells = placement.cells(grid.shape)
         height, width = (max(1, round(length)) for _, length in cells)
@@ -222,15 +225,24 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
     return overlaps(edges, np.arange(count + 1) * (side / count)) / np.diff(edges)
 
 
-def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline."""
-    at = places * len(lines) - 0.5
+def _spline(count: int, places: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the patches along an axis that a quadratic B-spline reads at positions from 0 to 1, and their weights.
+
+    Both are [3, positions].
+    """
+    at = places * count - 0.5
     nearest = np.rint(at).astype(np.int64)
     distance = at - nearest
     weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2]).astype(np.float32)
-    next_to = lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)]
+    return np.clip(nearest + np.array([[-1], [0], [1]]), 0, count - 1), weights
+
+
+def _blended(
+    lines: NDArray[np.float32], indices: NDArray[np.int64], weights: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return the weighted sums of three lines each, [positions, …]."""
     # No product of matrices: the threads of BLAS would spin afterwards.
-    blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
+    blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, lines[indices])
     return blended
 
 
