@@ -229,8 +229,9 @@ def _captured(function: Any) -> tuple[Any, ...]:
 
 def check_recordable(model: nn.Module) -> None:
     """Check that no part of a model is scripted, and that the attention of a transformers model can be recorded."""
-    refuse_scripted(model)
-    for module in modules_of(model):
+    modules = modules_of(model)
+    _refuse_scripted(model, modules)
+    for module in modules:
         if (config := vars(module).get("config")) is None:
             continue
         implementation = getattr(config, "_attn_implementation", None)
@@ -247,7 +248,11 @@ def check_recordable(model: nn.Module) -> None:
 
 def refuse_scripted(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a part of a model is scripted or traced."""
-    if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules_of(model)))):
+    _refuse_scripted(model, modules_of(model))
+
+
+def _refuse_scripted(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules))):
         raise UnsupportedModelError(
             f"{type(model).__name__} contains a scripted or traced module, whose attention cannot be recorded. Pass a "
             "model of the original modules."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.models.parts import module_paths, modules_of, text_config
-from vitflow.recording.layers import Arrange, AttentionLayer
+from vitflow.recording.layers import Arrange
 
 # Softmaxes that are not attention between tokens.
 _OTHER = {
@@ -182,8 +182,8 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
     return lambda tensor: tensor.reshape(-1, 1, *tensor.shape[-2:])
 
 
-def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None:
-    """Return why rollout and flow do not apply to a model with recorded attention, or None."""
+def refusal_of(model: nn.Module, layers: Sequence[str]) -> str | None:
+    """Return why rollout and flow do not apply to a model whose attention layers have these paths, or None."""
     words = refusal_in_words(model, layers)
     if not words:
         return None
@@ -199,12 +199,12 @@ def refusal_of_text(model: nn.Module) -> str:
     )
 
 
-def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
+def refusal_in_words(model: nn.Module, layers: Sequence[str]) -> str:
     """Describe what makes rollout and flow inapplicable to a model; empty if nothing."""
     transformer = _refused(model)
     if transformer is not None:
         return _REFUSED[_kind(transformer)]
-    if any(not is_class_attention(model.get_submodule(layer.name)) for layer in layers):
+    if any(not is_class_attention(model.get_submodule(path)) for path in layers):
         return ""
     return other_attention_in(model) or "no attention between patches"
 

@@ -52,7 +52,9 @@ def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
     call = trace.call
     assert call is not None
     if trace.layers:
-        trace.refusal = refusal_of(call.model, trace.layers) or _locate_layers(trace, call, given, whole)
+        names = [layer.name for layer in trace.layers]
+        refusal = call.cached((refusal_of, *names), lambda: refusal_of(call.model, names))
+        trace.refusal = refusal or _locate_layers(trace, call, given, whole)
     if trace.layers and trace.refusal is None:
         layouts = [layout for layer in trace.layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         trace.known_layout = max(layouts, key=lambda layout: layout.num_patches)

@@ -235,7 +235,9 @@ class RecordedHead(RecordedLayers):
     def _scores(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
         """Return one output of each image, [batch]; of an embedding e, the product with its direction."""
         with torch.inference_mode(False), torch.enable_grad():
-            if targets is None and self.read is logits_of and class_count(self.model) == 0:
+            assert self.call is not None
+            classes = self.call.cached(class_count, lambda: class_count(self.model))
+            if targets is None and self.read is logits_of and classes == 0:
                 return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
             chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
             return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
