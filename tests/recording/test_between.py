@@ -205,6 +205,65 @@ def test_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, 
             explainer.explain(images()[0], method=method)
 
 
+@pytest.mark.parametrize("later", ["light", "mixed"])
+def test_tokens_that_are_reordered_in_a_later_image_alone_are_refused(later):
+    """Each pass is checked, and each image of it, although the first images only have something added."""
+
+    def function(model: Between, x: Tensor, index: int) -> Tensor:
+        if index != 5:
+            return x
+        flipped = x + (x.flip(1) - x).detach()
+        return torch.where(kept[0].mean((1, 2, 3))[:, None, None] > 0.5, flipped, x + model.prompts[0, :1])
+
+    model, kept = Between(function), [torch.zeros(0)]
+    model.register_forward_pre_hook(lambda module, args: kept.__setitem__(0, args[0]))
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    light, dark = ([image // 8 + np.uint8(level) for image in images()] for level in (220, 10))
+    explainer.explain_batch(dark, method="rollout")
+    with pytest.raises(UnsupportedModelError, match="gradients say"):
+        explainer.explain_batch([dark[0], light[1]] if later == "mixed" else light, method="rollout")
+
+
+def test_each_image_of_a_batch_is_tested_although_all_tokens_are_mixed_by_a_convolution():
+    def function(model: Between, x: Tensor, index: int) -> Tensor:
+        if index != 5:
+            return x
+        grid = x[:, PREFIX:].mT.unflatten(2, (4, 4))
+        mixed = (grid + 0.4 * nn.functional.avg_pool2d(grid, 3, 1, 1)).flatten(2).mT
+        flipped = (torch.arange(len(x)) == model.flipped)[:, None, None]
+        return torch.cat([x[:, :PREFIX], torch.where(flipped, mixed.flip(1), mixed)], 1)
+
+    model = Between(function)
+    explainer, model.flipped = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4)), 16
+    assert len(explainer.explain_batch(images(16), method="rollout")) == 16
+    for model.flipped in (3, 15):
+        with pytest.raises(UnsupportedModelError, match="reorders"):
+            explainer.explain_batch(images(16), method="rollout")
+
+
+@pytest.mark.parametrize(("function", "reason"), REFUSED.values(), ids=REFUSED)
+def test_features_above_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, reason):
+    explainer = Explainer(Between(function), data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    unseen = reason in ("without autograd", "gradients say")  # so that gradients are not those of the output
+    for method in ["gradcam", "similarity", *(["input_gradient", "frozen_gradient"] if unseen else [])]:
+        with pytest.raises(
+            UnsupportedModelError, match=reason if method != "frozen_gradient" else "add up|autograd|gradients"
+        ):
+            explainer.explain(images()[0], method=method, target=1)
+
+
+def test_features_below_reordered_tokens_are_at_their_places():
+    model, kept = Between(REFUSED["sorted"][0]), []
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    actual = explainer.explain_batch(images(), method="gradcam", layer=4, target=1)
+    pixels = torch.cat([explainer.pixels(image) for image in images()])
+    model.vit.blocks[3].norm1.register_forward_hook(lambda module, args, output: kept.append(output))
+    [gradient] = torch.autograd.grad(model(pixels)[:, 1].sum(), kept)
+    channels = gradient[:, PREFIX:].mean(dim=1, keepdim=True)
+    expected = (kept[0][:, PREFIX:] * channels).sum(dim=-1).relu().unflatten(1, (4, 4)).detach()
+    np.testing.assert_allclose(np.stack([each.grid for each in actual]), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_first):
     def rearranged(function):

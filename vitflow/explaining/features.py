@@ -42,6 +42,7 @@ def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
     model = type(trace.model).__name__
     if path not in trace.features:
         raise UnsupportedModelError(f"{model} does not run {path}: use another layer.")
+    trace.check_order(path)
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None or trace.pixels is None or len(features) != len(trace.pixels):
         raise UnsupportedModelError(
@@ -72,6 +73,8 @@ def frozen_gradient(trace: TargetedTrace) -> Maps:
         trace.cached_outputs["frozen"] = frozen
         trace.feature_layouts.update(zip(frozen.blocks, frozen.layouts, strict=True))
     frozen = trace.cached_outputs["frozen"]
+    for path in frozen.blocks:
+        trace.check_order(path)
     weights = log_odds_gradient(trace.logits, trace.class_indices, trace.outputs.activation)
     return Maps(frozen_map(frozen.contributions(weights), [layout for layout, _ in frozen.layouts]))
 
@@ -134,7 +137,10 @@ def measured_layers(trace: TargetedTrace, layer: int) -> list[str]:
     )
     with torch.inference_mode(False), torch.enable_grad(), evaluating(trace.model), recording as recorded:
         trace.model(trace.pixels.detach().clone(), **forward_options(trace.model, size))
-    return cam_layers(recorded, trace.class_indices, layer)[0]
+    paths, _ = cam_layers(recorded, trace.class_indices, layer)
+    for path in paths:
+        recorded.check_order(path)
+    return paths
 
 
 def _whole(trace: Trace) -> float:

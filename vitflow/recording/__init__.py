@@ -11,7 +11,7 @@ finishes the `Trace`. What decides the meaning of a map is determined as follows
 - Pixels of tokens (`places`, `receptive_fields`): gradients on noise, one run per input size. Misplaced tokens: rollout
   is refused. Not measurable: cells divide the image evenly.
 - Tokens between blocks (`block_watch`, `between`): compared in each pass; only if they differ, by gradients, perhaps in
-  a second pass. Replaced tokens are masked; reordered or merged ones: rollout is refused.
+  a second pass. Replaced tokens are masked; reordered or merged ones: rollout and the features above are refused.
 - Tokens that the output reads (`readout`, `recorded_head`): gradients in the pass, or in a repetition of it. Without a
   gradient: the declared pooling, "declared, not verified", or a refusal.
 - Output projection (`projections`): each call is compared with the stored weight by one product with a vector; if they

@@ -4,8 +4,9 @@ If the recorded pass shows that the input of each block is the output of the blo
 gradients are those of the recorded pass if the outputs of its blocks are leaves of the graph, else of another pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 
 import numpy as np
@@ -14,25 +15,38 @@ from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import possible_layouts
 from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, block_paths_of, is_nonzero, remember_blocks
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import AttentionLayer, stack_of
 
-_NOT_FOLLOWED = f"so a product of layers would not follow its tokens. {OTHER_METHODS}"
 # Relative difference of gradients that is rounding, and in half precision.
 _ROUNDING, _HALF_ROUNDING = 1e-3, 5e-2
 # Tokens are shifted by this fraction of their size, and deviate less from the gradients; and in half precision.
 _SHIFT, _DEVIATION, _HALF_SHIFT, _HALF_DEVIATION = 1e-4, 0.1, 0.25, 0.5
 # Relative norm of tokens that are 0.
 _ZERO = 1e-6
-# The number of mixed tokens whose origins are compared with their places.
+# The number of mixed tokens of an image whose origins are compared with their places.
 _SAMPLES = 12
+# The number of passes whose gradients are compared with shifts, if the constants of the tokens differ from the first.
+_VERIFIED = 2
 # Least ratio of a token's own squared gradient to others', or least share of a rectangle around it that is not 0.
 _MOST, _FILLED = 2.0, 0.75
 
 
 class _Lost(Exception):
-    """Tokens cannot be followed between two blocks; the message says why."""
+    """Tokens cannot be followed to the block `above`; the message says why.
+
+    `above` is empty if autograd does not see the change, so that gradients below it are not those of the output either.
+    """
+
+    def __init__(self, message: str, above: str = "") -> None:
+        super().__init__(message)
+        self.above = above
+
+    def refusal(self, call: Call, effect: str) -> str:
+        remedy = OTHER_METHODS if self.above else "Use sampling or occlusion."
+        return f"{type(call.model).__name__} {self}, so {effect}. {remedy}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +58,9 @@ class _Passage:
         gradients: of these outputs at the tokens of the block below, [batch, tokens, channels].
         lost: which tokens receive nothing, bool [batch, tokens].
         mixed: which tokens also receive from others, bool [batch, tokens].
+        constants: the outputs minus their products with the gradients, [batch, tokens]; None if the tokens of the block
+            below are unknown.
+        rounding: limit of the rounding errors of constants, [batch, tokens].
     """
 
     layout: TokenLayout
@@ -51,6 +68,12 @@ class _Passage:
     gradients: Tensor
     lost: Tensor
     mixed: Tensor
+    constants: Tensor | None
+    rounding: Tensor
+
+
+# Constants and mixed tokens of the passages of a verified pass, by the index of the call of the block above.
+_Verified = Mapping[int, tuple[Tensor | None, Tensor]]
 
 
 def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watch: BlockWatch) -> str | None:
@@ -63,43 +86,72 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     remember_blocks(call.model, blocks)
     if set(watch.blocks) != set(blocks):
         watch = _repeated(call, blocks)
-    # What is between the attention modules of one block is verified once.
-    inner = {block for block, name in zip(blocks, names, strict=True) if block == name}
-    model = type(call.model).__name__
-    if (places := watch.written()) is not None:
-        return f"{model} changes its tokens between {' and '.join(places)} without autograd, {_NOT_FOLLOWED}"
-    ends = {index: (each.below, each.above) for index, each in watch.changed.items()}
-    key, once = (find_passed, tuple(ends.items())), all(inner.intersection(each) for each in ends.values())
-    if not ends or (once and call.cache.get(key) is False):  # no token was replaced
-        return None
-    if key not in call.cache or not all(each.leaves for each in watch.changed.values()):
-        watch = _repeated(call, blocks)
     lowest = {name: layer for layer, name in _lowest_names(layers, names)}
     by_block = {blocks[name]: lowest[name] for name in reversed(lowest)}
     whole = next((layer for layer in layers if layer.multiplied), None)
-    passed, passages = dict[int, Tensor](), dict[int, _Passage]()
+
+    def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
+        layer = by_block.get(boundary.above, whole)
+        return () if layer is None else (layer.tokens.keys, layer.tokens.queries)
+
+    # What is between the attention modules of one block is verified once.
+    inner = {block for block, name in zip(blocks, names, strict=True) if block == name}
+    try:
+        calls, passages = _passages(call, watch, layouts_of, inner)
+    except _Lost as error:
+        return error.refusal(call, "a product of layers would not follow its tokens")
+    for index, passage in passages.items():
+        if passage.lost.any():
+            lowest[_first_name(blocks, calls, index)].passed = ~passage.lost
+    return None
+
+
+def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tuple[str, Sequence[str]] | None:
+    """Return why the tokens of upper blocks are not at their places, or None; and the paths of the blocks below.
+
+    There are none below if gradients are not those of the output.
+    """
+
+    def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
+        return [each for each, _ in possible_layouts(call.model, call.size, boundary.given, layout)]
+
+    try:
+        _passages(call, watch, layouts_of)
+    except _Lost as error:
+        below = watch.calls[: watch.calls.index(error.above)] if error.above else ()
+        return error.refusal(call, "its tokens are not at their places above"), below
+    return None
+
+
+def _passages(
+    call: Call,
+    watch: BlockWatch,
+    layouts_of: Callable[[Boundary], Sequence[TokenLayout]],
+    inner: Collection[str] = (),
+) -> tuple[Sequence[str], dict[int, _Passage]]:
+    """Return the blocks that ran, and how tokens are passed on to each call whose input differs; or raise _Lost.
+
+    Tokens that only change next to `inner` modules are not followed again if none were lost in an earlier pass.
+    """
+    if (places := watch.written()) is not None:
+        raise _Lost(f"changes its tokens between {' and '.join(places)} without autograd")
+    ends = {index: (each.below, each.above) for index, each in watch.changed.items()}
+    key, once = (_passages, tuple(ends.items())), all(set(inner).intersection(each) for each in ends.values())
+    if not ends or (once and call.cache.get(key) is False):  # no token was replaced
+        return watch.calls, {}
+    if not all(each.leaves for each in watch.changed.values()):
+        watch = _repeated(call, watch.blocks)
+    passages, verified = dict[int, _Passage](), call.cached((_verify, key), list[_Verified])
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(call.pixels.device.type, enabled=False):
         for index, boundary in watch.changed.items():
-            layer = by_block.get(boundary.above, whole)
-            layouts = () if layer is None else (layer.tokens.keys, layer.tokens.queries)
             ran_before = boundary.above in watch.calls[:index]
-            try:
-                passage = _passage(boundary, layouts, len(call.pixels), ran_before)
-            except _Lost as error:
-                return f"{model} {error}, {_NOT_FOLLOWED}"
-            if passage is not None:
+            if (passage := _passage(boundary, layouts_of(boundary), len(call.pixels), ran_before)) is not None:
                 passages[index] = passage
-                if passage.lost.any():
-                    passed[_first_name(blocks, watch.calls, index)] = ~passage.lost
-        if key not in call.cache:
-            try:
-                _verify(call, watch, passages)
-            except _Lost as error:
-                return f"{model} {error}, {_NOT_FOLLOWED}"
-            call.cache[key] = bool(passed)
-    for name, mask in passed.items():
-        lowest[name].passed = mask
-    return None
+        if len(verified) < _VERIFIED and not any(_same_constants(passages, each) for each in verified):
+            _verify(call, watch, passages)
+            verified.append({index: (each.constants, each.mixed) for index, each in passages.items()})
+    call.cache[key] = any(bool(passage.lost.any()) for passage in passages.values())
+    return watch.calls, passages
 
 
 def blocks_of(call: Call, names: Sequence[str]) -> list[str]:
@@ -107,11 +159,31 @@ def blocks_of(call: Call, names: Sequence[str]) -> list[str]:
     return call.cached((block_paths_of, *names), lambda: block_paths_of(call.model, names))
 
 
+def _same_constants(passages: Mapping[int, _Passage], others: _Verified) -> bool:
+    """Return True if tokens have the same constants as the first image of another pass.
+
+    Then they are the same sum of a linear function of the tokens below and a constant, so that gradients that were
+    right there are right here.
+    """
+    for index, passage in passages.items():
+        constants, mixed = others.get(index, (None, passage.mixed))
+        if constants is None or passage.constants is None or constants.shape[1:] != passage.constants.shape[1:]:
+            return False
+        differs = (passage.constants - constants[:1]).abs() > passage.rounding
+        if (differs & ~(passage.mixed | mixed[:1])).any():
+            return False
+    return True
+
+
 def _verify(call: Call, watch: BlockWatch, passages: Mapping[int, _Passage]) -> None:
     """Compare the gradients with what happens if tokens are shifted, as a model may detach tokens; or raise _Lost.
 
-    A token at which both differ is tried again with another shift, as gates may open or close.
+    A token at which both differ is tried again with another shift, as gates may open or close. Mixed tokens are not
+    compared.
     """
+    passages = {index: passage for index, passage in passages.items() if not passage.mixed.all()}
+    if any(watch.changed[index].returned is None for index in passages):
+        watch = _repeated(call, watch.blocks)
     apart = _apart(call, watch, passages, seed=1) if passages else {}
     if any(each.any() for each in apart.values()):
         again = _apart(call, watch, passages, seed=2)
@@ -195,7 +267,7 @@ def _passage(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran
     if layout is None:
         if not layouts:
             return None
-        raise _Lost(f"rearranges its tokens {between} from {tuple(leaf.shape)} to {tuple(given.shape)}")
+        raise _Lost(f"rearranges its tokens {between} from {tuple(leaf.shape)} to {tuple(given.shape)}", boundary.above)
     tokens = as_tokens(given, layout, batch)
     assert tokens is not None
     random = torch.Generator().manual_seed(0)
@@ -207,22 +279,36 @@ def _passage(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran
     lost = (size == 0) & (weighted.norm(dim=-1) == 0)
     if lost.all():  # another run of the model, or another stack of blocks
         if stack_of(boundary.below) == stack_of(boundary.above) and not ran_before:
-            raise _Lost(f"does not pass on the output of {boundary.below} to {boundary.above}")
+            raise _Lost(f"does not pass on the output of {boundary.below} to {boundary.above}", boundary.above)
         return None
     if lost.any() and scores.requires_grad:
         others = torch.autograd.grad(scores[lost].square().sum(), boundary.leaves, retain_graph=True, allow_unused=True)
         if any(map(is_nonzero, others)):
-            raise _Lost(f"replaces tokens by others {between}")
+            raise _Lost(f"replaces tokens by others {between}", boundary.above)
     rounding = _ROUNDING if torch.finfo(tokens.dtype).bits >= 32 else _HALF_ROUNDING
     mixed = (weighted - plain * weights.double()[..., None]).norm(dim=-1) > rounding * size
-    places = mixed.nonzero()
-    samples = torch.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().long()
-    for image, token in places[samples.to(places.device)].tolist():
-        origins = _gradient(scores[image, token], leaf, layout, batch)[image].square().sum(dim=-1)
-        if not _is_at(origins, token, layout):
-            raise _Lost(f"reorders or merges its tokens {between}")
-    norms = tokens.detach().double().norm(dim=-1)  # a gate may be 0 and have a gradient
-    return _Passage(layout, direction, plain, lost | (norms <= _ZERO * norms.amax()), mixed)
+    if any(not _is_at(*origin, layout) for origin in _origins(scores, leaf, mixed, layout)):
+        raise _Lost(f"reorders or merges its tokens {between}", boundary.above)
+    norms = tokens.detach().double().norm(dim=-1)
+    below = None if boundary.returned is None else as_tokens(boundary.returned.double(), layout, batch)
+    constants, size = None, direction.double().norm() * norms
+    if below is not None:
+        constants = scores.detach().double() - (plain * below).sum(dim=-1)
+        size += plain.norm(dim=-1) * below.norm(dim=-1)
+    lost |= norms <= _ZERO * norms.amax(dim=1, keepdim=True)  # a gate may be 0 and have a gradient
+    return _Passage(layout, direction, plain, lost, mixed, constants, rounding * size)
+
+
+def _origins(scores: Tensor, leaf: Tensor, mixed: Tensor, layout: TokenLayout) -> Iterator[tuple[Tensor, int]]:
+    """Yield the squared gradient [tokens] of some mixed tokens of each image, with the token."""
+    samples = [
+        places[torch.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().long()].tolist()
+        for places in (each.nonzero().flatten().cpu() for each in mixed)
+    ]
+    for tokens in zip_longest(*samples):  # of different images, which are independent
+        chosen = [(image, token) for image, token in enumerate(tokens) if token is not None]
+        gradient = _gradient(scores[tuple(zip(*chosen, strict=True))], leaf, layout, len(mixed))
+        yield from ((gradient[image].square().sum(dim=-1), token) for image, token in chosen)
 
 
 def _fits(value: Tensor, layout: TokenLayout, batch: int) -> bool:

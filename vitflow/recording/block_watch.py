@@ -104,7 +104,7 @@ class Boundary:
     """Two blocks between which the tokens change: the next input is another tensor with other values.
 
     `given` is that input, in the graph if it is cut; `leaves` are then the outputs of all blocks before, lowest first,
-    and `returned` is the output of the block below, if it is kept.
+    and `returned` is the output of the block below, if it is known.
     """
 
     below: str
@@ -237,7 +237,9 @@ class BlockWatch:
             if differs or _version(tokens) != last.version:  # other values, or changed in place
                 leaves = [each.tokens for each in self.seen if each.cut]
                 copy = given[0].clone() if leaves else given[0]  # the block may change it in place
-                self.changed[len(self.calls) - 1] = Boundary(last.path, above, copy, leaves, last.copy)
+                unchanged = _version(tokens) == last.version and torch.equal(_sample(tokens), last.sample)
+                returned = tokens.detach() if unchanged and last.copy is None else last.copy
+                self.changed[len(self.calls) - 1] = Boundary(last.path, above, copy, leaves, returned)
 
     def written(self) -> tuple[str, str] | None:
         """Return the blocks between which tokens were changed in place without autograd, as by `.data`; or None."""
@@ -283,7 +285,7 @@ def watch_of(model: nn.Module, cut: Sequence[str], gradients: bool) -> BlockWatc
         return BlockWatch(model, cut, cut=True, gradients=gradients)
     blocks = _blocks.get(model, ())
     known = blocks and {path for path, _ in module_paths(model)}.issuperset(blocks)
-    return BlockWatch(model, blocks if known else block_paths(model))
+    return BlockWatch(model, blocks if known else block_paths(model) or guessed_blocks(model))
 
 
 def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:

@@ -175,11 +175,16 @@ def _largest(gradient: Tensor, batch: int) -> Tensor:
 
 
 def _is_token_wise(norm: HeadInput, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> bool:
-    """Return True if a token of a norm depends on only one token of the last block or container before it."""
-    top = tokens[-1].queries
+    """Return True if a token of a norm depends on only one token of the last block or container before it.
+
+    One token of each image is tested, in the same backward pass.
+    """
+    top, (batch, *_) = tokens[-1].queries, norm.tokens.shape if graph.image is None else graph.image.shape
     channels = channel_axis(norm.tokens.shape, top)
-    places = [side // 2 if axis else 0 for axis, side in enumerate(norm.tokens.shape)]
-    token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
+    images = 1 if norm.tokens.shape[0] != batch == norm.tokens.shape[1] else 0  # [tokens, batch, channels]
+    token = tuple(
+        slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.tokens.shape)
+    )
     chosen = torch.zeros_like(norm.tokens)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
     last = graph.blocks[-1]
@@ -190,7 +195,7 @@ def _is_token_wise(norm: HeadInput, graph: HeadGraph, tokens: Sequence[LayerToke
     if nearest is None:
         return True
     norms = token_norms(nearest, top)
-    return norms is not None and int((norms > 0).sum()) <= 1
+    return norms is not None and int((norms > 0).sum(dim=1).max()) <= 1
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:

@@ -186,9 +186,9 @@ class record_attention:
         streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
-        if self._attention:
-            if not self._within:  # blocks are known after a pass
-                self._watch = self._listening.watch = watch_of(self._model, self._cut, self._gradients)
+        if not self._within:  # blocks are known after a pass
+            self._watch = self._listening.watch = watch_of(self._model, self._cut, self._gradients)
+        if self._attention or self._features or self._gradients:
             yield from self._watch.hooks()
 
     def _watch_modules(self) -> None:

@@ -15,6 +15,7 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
+from vitflow.recording.between import find_moved
 from vitflow.recording.block_watch import HeadInput, chained_gradients, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import checkpointing_error
@@ -46,6 +47,7 @@ class Trace(RecordedHead):
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
+    _moved: list[tuple[str, Sequence[str]] | None] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
@@ -93,6 +95,17 @@ class Trace(RecordedHead):
             return None
         sides = zip(extent, grid, self.pixels.shape[-2:], strict=True)
         return None if all(span.is_even(count, length) for span, count, length in sides) else extent
+
+    def check_order(self, path: str | None = None) -> None:
+        """Raise UnsupportedModelError if tokens were reordered below a module, or changed anywhere without autograd."""
+        if not self._moved:
+            known = self.call is not None and self.watch is not None and not self.call.pixels.is_meta
+            self._moved.append(find_moved(self.call, self.watch, self.known_layout) if known else None)
+        [moved] = self._moved
+        if moved is None or (path is None and moved[1]):
+            return
+        if not any(f"{path}.".startswith(f"{block}.") for block in moved[1]):
+            raise UnsupportedModelError(moved[0])
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
