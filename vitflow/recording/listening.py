@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
 from vitflow.methods.fusion import LargestValues, normalize_rows
+from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.attending import Attention, Part, PartFusion
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -92,6 +93,7 @@ class Listening(Interception):
         self.call: Call | None = None
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.recorded: list[str] = []
+        self._layouts: dict[int, TokenLayout | None] = {}  # by the number of tokens
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
         self.release()
@@ -310,13 +312,18 @@ class Listening(Interception):
     def _discard(self, layer: AttentionLayer, tokens: int) -> None:
         """Keep the largest values of a layer, if its prefix tokens are known."""
         [(key, fused)] = layer.fused.items()
-        try:
-            layout = None if self.call is None else self.reduction.layout or declared_layout(self.call, tokens)
-        except UnsupportedModelError:
-            return
+        if tokens not in self._layouts:
+            self._layouts[tokens] = self._layout_of(tokens)
+        layout = self._layouts[tokens]
         if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
             layer.prefix = layout.num_prefix_tokens
             layer.fused = {key: LargestValues.of(fused, self.reduction.discard_ratio, layer.prefix)}
+
+    def _layout_of(self, tokens: int) -> TokenLayout | None:
+        try:
+            return None if self.call is None else self.reduction.layout or declared_layout(self.call, tokens)
+        except UnsupportedModelError:
+            return None
 
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
