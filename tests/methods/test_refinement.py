@@ -58,7 +58,7 @@ def test_a_constant_map_stays_constant_and_every_sum_is_kept(kind):
 
 def test_the_co_attention_has_no_negative_eigenvalue_where_its_root_has():
     swap = torch.tensor([[[0.01, 0.99], [0.99, 0.01]]], dtype=torch.float64)  # each attends to the other
-    assert torch.linalg.eigvalsh(balance(swap).matrix).min() < -0.9
+    assert torch.linalg.eigvalsh(balance([swap])[0].matrix).min() < -0.9
     assert torch.linalg.eigvalsh(co_attention([swap]).matrix).min() > -1e-9
     # So an object that attends to the ground keeps its map, which one step of the root would turn inside out.
     assert refine(torch.tensor([[[1.0, 0.0]]]), co_attention([swap]), 1)[0, 0, 0] > 0.9
@@ -75,15 +75,19 @@ def test_the_order_of_patches_does_not_matter():
     np.testing.assert_allclose(permuted, plain, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_batch_gives_what_its_images_give_alone(dtype):
-    layers = [layer.to(dtype) for layer in attention(batch=3)]
-    grids = torch.rand(3, 3, 4, dtype=dtype)
-    together = refine(grids, co_attention(layers, 12), 1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_map_depends_neither_on_the_batch_nor_on_layers_balanced_together(dtype, monkeypatch):
+    sharp, other = attention(layers=2, batch=3, sharpness=4.0), attention(layers=2, batch=3, tokens=15)
+    layers = [layer.to(dtype) for layer in (*attention(batch=3), *sharp, *other, sharp[0])]
+    grids = torch.rand(3, 3, 4, dtype=torch.float64)
+    together = co_attention(layers, 12)
+    assert len(together.attention) == 1
+    monkeypatch.setattr(refinement, "_TOGETHER", 1)
     for image in range(3):
         one = slice(image, image + 1)
-        alone = refine(grids[one], co_attention([layer[one] for layer in layers], 12), 1)
-        assert torch.equal(together[one], alone)
+        alone = co_attention([layer[one] for layer in layers], 12)
+        assert len(alone.attention) == len(layers)
+        assert torch.equal(refine(grids, together, 1)[one], refine(grids[one], alone, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -91,18 +95,21 @@ def test_a_batch_gives_what_its_images_give_alone(dtype):
 def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone(sharpness, dtype):
     layer = attention(layers=1, tokens=40, sharpness=sharpness)[0].to(dtype)
     before, tolerance = layer.clone(), refinement.TOLERANCE[dtype]
-    actual = balance(layer)
+    [actual] = balance([layer])
     assert torch.equal(layer, before)
     np.testing.assert_allclose(actual.matrix.sum(dim=-1), 1.0, rtol=0, atol=1.1 * tolerance)
     np.testing.assert_allclose(actual.matrix.sum(dim=-2), 1.0, rtol=0, atol=tolerance / 10)
     expected = references.balanced(layer[1].double().numpy())
-    np.testing.assert_allclose(actual.matrix[1], expected, rtol=20 * tolerance, atol=0)
+    np.testing.assert_allclose(actual.matrix[0, 1], expected, rtol=20 * tolerance, atol=0)
 
 
 def test_sums_that_float32_cannot_hold_are_balanced():
-    layer = attention(layers=1)[0].float()
-    layer[0, :, 3] *= 1e-40
-    np.testing.assert_allclose(balance(layer).matrix, balance(layer.double()).matrix, rtol=1e-9, atol=0)
+    layers = [layer.float() for layer in attention()]
+    layers[1][0, :, 3] *= 1e-40
+    actual = torch.cat([group.matrix for group in balance(layers)])
+    [expected] = balance([layers[1].double()])
+    np.testing.assert_allclose(actual[1:2], expected.matrix, rtol=1e-9, atol=0)
+    np.testing.assert_array_equal(actual[::2], balance(layers[::2])[0].matrix)  # those of the others do not change
 
 
 def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
@@ -138,19 +145,17 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
     monkeypatch.setattr(refinement, "ROUNDS", 1)
-    actual = balance(matrix)
+    [actual] = balance([matrix])
     assert (actual.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
     ones = torch.ones(1, 8, dtype=torch.float64)
-    np.testing.assert_allclose(actual.spread(ones), ones, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(actual.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(actual.spread(ones)[0], ones, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(actual.symmetric[0].sum(dim=-2), ones, rtol=0, atol=1e-14)
     values = torch.rand(1, 8, dtype=torch.float64)
-    expected = (actual.symmetric @ values.unsqueeze(-1)).squeeze(-1)
-    np.testing.assert_allclose(actual.spread(values), expected, rtol=0, atol=1e-14)
+    expected = (actual.symmetric[0] @ values.unsqueeze(-1)).squeeze(-1)
+    np.testing.assert_allclose(actual.spread(values)[0], expected, rtol=0, atol=1e-14)
 
 
 def test_the_distance_to_the_uniform_matrix():
-    actual = balance(attention(layers=1)[0])
-    before = actual.matrices.clone()
-    expected = (actual.matrix - 1 / actual.matrix.shape[-1]).square().sum(dim=(1, 2))
-    np.testing.assert_allclose(actual.distance_to_uniform(), expected, rtol=0, atol=1e-9)
-    assert torch.equal(actual.matrices, before)
+    [actual] = balance(attention())
+    expected = (actual.matrix - 1 / actual.matrix.shape[-1]).square().sum(dim=(-2, -1))
+    np.testing.assert_allclose(actual.distance, expected, rtol=0, atol=1e-9)

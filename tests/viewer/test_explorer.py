@@ -25,7 +25,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.captions import departures, variant
 from vitflow.images.overlay import scale_range
 from vitflow.methods.fusion import raw_attention
-from vitflow.methods.refinement import Affinity, balance, refine
+from vitflow.methods.refinement import balance
 from vitflow.registry.method_table import get_method
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"
@@ -147,7 +147,8 @@ def expected(image: dict, requested: dict) -> np.ndarray:
         names = ["attention", "keys"] if requested["affinity"] == "both" else [requested["affinity"]]
         whole = [matrix_of(unpacked(image["affinities"][name]), rows * cols) for name in names]
         for _ in range(requested["refine"]):
-            grid = sum(refine(grid, Affinity(keys=balance(matrix.unsqueeze(0))), 1) for matrix in whole) / len(whole)
+            [balanced] = balance([torch.stack(whole)])
+            grid = balanced.spread(grid.flatten(1).repeat(len(whole), 1))[0].mean(dim=0).view_as(grid)
     return grid[0].numpy()
 
 

@@ -5,8 +5,10 @@ are similar. Either affinity is a doubly stochastic matrix: refinement keeps the
 constant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +20,10 @@ from vitflow.methods.gradients import at_least_float32
 # Rows of a balanced matrix sum to 1 within this tolerance, in its precision, after at most this many rounds.
 TOLERANCE, ROUNDS = {torch.float32: 1e-5, torch.float64: 1e-11}, 100
 # Earlier rounds from which the next one is extrapolated.
-_MEMORY = 5
+_MEMORY = 8
+# Layers are computed together while they have no more numbers than this (5 MiB in float32): most of the time for small
+# models is that of calling torch's functions.
+_TOGETHER = 5 * 2**18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,98 +31,128 @@ class Balanced:
     """Positive matrices with the factors that make them doubly stochastic: P = diag(rows) · W · diag(cols).
 
     Attributes:
-        matrices: W, [batch, size, size], as given; products are taken at least in float32.
-        rows, cols: the factors, [batch, size].
-        rest: half of the difference of each row sum from 1 after the last round, [batch, size]; columns sum to 1. It is
-            added to the diagonal of the symmetric matrix, which then keeps sums and constants.
+        matrices: W of each layer, [batch, size, size], as given; products are taken at least in float32.
+        rows, cols: the factors, [layers, batch, size].
+        rest: half of the difference of each row sum from 1 after the last round, [layers, batch, size]; columns sum to
+            1. It is added to the diagonal of the symmetric matrix, which then keeps sums and constants.
+        distance: ‖P − 1/size‖², the squared distance to the matrix that makes every map constant, [layers, batch].
     """
 
-    matrices: Tensor
+    matrices: tuple[Tensor, ...]
     rows: Tensor
     cols: Tensor
     rest: Tensor
+    distance: Tensor
 
     @property
     def matrix(self) -> Tensor:
-        """P itself, float64 [batch, size, size]."""
-        return self.rows.double().unsqueeze(-1) * self.matrices * self.cols.unsqueeze(-2)
+        """P itself, float64 [layers, batch, size, size]."""
+        return self.rows.double().unsqueeze(-1) * torch.stack(self.matrices) * self.cols.unsqueeze(-2)
 
     @property
     def symmetric(self) -> Tensor:
-        """S = (P + Pᵀ)/2, with `rest` added to its diagonal, float64 [batch, size, size]."""
-        return (self.matrix + self.matrix.mT) / 2 + torch.diag_embed(self.rest)
+        """S = (P + Pᵀ)/2, with `rest` added to its diagonal, float64 [layers, batch, size, size]."""
+        matrix = self.matrix
+        return (matrix + matrix.mT) / 2 + torch.diag_embed(self.rest)
 
     def spread(self, values: Tensor, times: int = 1) -> Tensor:
-        """Sᵏ times values [batch, size] for k = `times`; P is not formed."""
-        matrices, values = self.matrices.to(self.rows), values.to(self.rows)
+        """Sᵏ times values [batch, size] for k = `times` and each layer, [layers, batch, size]; P is not formed."""
+        matrices = _joined(self.matrices)
+        rows, cols, rest = (each.flatten(0, 1) for each in (self.rows, self.cols, self.rest))
+        values = values.to(rows).repeat(len(self.matrices), 1)
         for _ in range(times):
-            forth = self.rows * _times(self.cols * values, matrices.mT)
-            back = self.cols * _times(self.rows * values, matrices)
-            values = (forth + back) / 2 + self.rest * values
-        return values
-
-    def distance_to_uniform(self) -> Tensor:
-        """‖P − 1/size‖², the squared distance to the matrix that makes every map constant, [batch]."""
-        squares = _times(self.rows.square(), self.matrices.to(self.rows).square())
-        return (squares * self.cols.square()).sum(dim=-1) - 1
+            forth = rows * _times(cols * values, matrices.mT)
+            back = cols * _times(rows * values, matrices)
+            values = (forth + back) / 2 + rest * values
+        return values.view_as(self.rows)
 
 
-def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
-    """Scale rows and columns of positive matrices [batch, tokens, tokens], in turn, until both sum to 1.
+def balance(layers: Sequence[Tensor]) -> list[Balanced]:
+    """Scale rows and columns of positive matrices [batch, size, size] of layers, in turn, until both sum to 1.
 
-    Only the last `size` rows and columns are used, if given. None if some row or column sums to 0. The rounds are
-    those of Sinkhorn and Knopp, extrapolated: real attention needs a quarter of the rounds for the same factors.
+    Layers in which some row or column sums to 0 are left out. The rounds are those of Sinkhorn and Knopp, extrapolated:
+    real attention needs a quarter of the rounds for the same factors. Layers of equal size and type that follow each
+    other are balanced together; factors do not depend on what else is in a batch or with which layers it is balanced.
 
-    Source: Sinkhorn & Knopp, "Concerning Nonnegative Matrices and Doubly Stochastic Matrices", 1967.
+    Sources: Sinkhorn & Knopp, "Concerning Nonnegative Matrices and Doubly Stochastic Matrices", 1967; Walker & Ni,
+    "Anderson Acceleration for Fixed-Point Iterations", SIAM Journal on Numerical Analysis 2011.
 
-    >>> balance(torch.tensor([[[0.25, 0.75], [0.25, 0.75]]])).matrix
+    >>> balance([torch.tensor([[[0.25, 0.75], [0.25, 0.75]]])])[0].matrix[0]
     tensor([[[0.5000, 0.5000],
              [0.5000, 0.5000]]], dtype=torch.float64)
     """
-    first = 0 if size is None else matrices.shape[-1] - size
-    inner = at_least_float32(matrices)[:, first:, first:]
-    tolerance, (batch, count, _) = TOLERANCE[inner.dtype], inner.shape
-    logs = inner.new_zeros(batch, count)  # logarithms of the factors of rows
-    # Changes of the step of a round, and of its end, from one round to the next.
-    changes, before = inner.new_zeros(2, batch, _MEMORY, count), logs
-    error = logs.new_full((batch, 1), torch.inf)
+    balanced: list[Balanced] = []
+    for _, equal in groupby(layers, key=lambda layer: (layer.shape, layer.dtype)):
+        group = list(equal)
+        count = max(1, _TOGETHER // max(1, group[0].numel()))
+        for first in range(0, len(group), count):
+            balanced += _balance_together(group[first : first + count])
+    return balanced
+
+
+def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
+    """Balance matrices of equal size and type, [batch, size, size] each."""
+    inner = matrices = _joined(layers)  # those between the first and the last that have not converged
+    (images, size, _), tolerance = matrices.shape, TOLERANCE[matrices.dtype]
+    logs = matrices.new_zeros(images, size)  # logarithms of the factors of rows
+    cols, sums = matrices.new_empty(2, images, size)
+    factors, error = (logs, cols, sums), logs.new_full((images, 1), torch.inf)
+    # Directions in which the step of a round and its end have changed together; the steps are orthogonal.
+    directions, before = matrices.new_zeros(images, _MEMORY, 2 * size), logs
     for number in range(ROUNDS + 1):
-        cols = 1 / _times(logs.exp(), inner)
-        sums = _times(cols, inner.mT)
+        torch.reciprocal(_times(logs.exp(), inner), out=cols)
+        sums.copy_(_times(cols, inner.mT))
         if number == 0 and not ((sums > 0) & (sums < torch.inf)).all():
+            if len(layers) > 1:
+                return [each for layer in layers for each in _balance_together([layer])]
             # Sums of float32 may be 0 where those of float64 are not.
-            return balance(matrices.double(), size) if inner.dtype is torch.float32 else None
+            return _balance_together([layers[0].double()]) if inner.dtype is torch.float32 else []
         end = -sums.log()
         step, last = end - logs, error
         error = step.abs().amax(dim=-1, keepdim=True)
         # Factors that fit stay as they are: those of an image do not depend on the batch.
         open_ = error > tolerance
-        if number == ROUNDS or not open_.any():
+        remaining = [index for index, is_open in enumerate(open_.flatten().tolist()) if is_open]
+        if number == ROUNDS or not remaining:
             break
-        now = torch.stack([step, end])
-        if number:  # a round that made the sums worse is followed by a plain one
-            changes[:, :, number % _MEMORY] = now - before
-            end = torch.where(error <= last, end - _correction(changes[0], changes[1], step), end)
-        logs, before = torch.where(open_, end, logs), now
+        now = torch.cat([step, end], dim=-1)
+        if number:
+            # A round that made the sums worse is followed by a plain one, and a new start of the extrapolation.
+            better = error <= last
+            change = _without(now - before, directions.mul_(better.unsqueeze(-1)))
+            length = torch.linalg.vector_norm(change[:, :size], dim=-1, keepdim=True)
+            directions[:, number % _MEMORY] = change / length.clamp_min(1e-30)
+            end = torch.where(better, _without(now, directions)[:, size:], end)
+        logs.copy_(torch.where(open_, end, logs))
+        first, stop = remaining[0], remaining[-1] + 1
+        inner, logs, cols, sums, error, directions, before = (
+            each[first:stop] for each in (inner, logs, cols, sums, error, directions, now)
+        )
+    logs, cols, sums = factors
     rows = logs.exp()
-    return Balanced(matrices[:, first:, first:], rows, cols, (1 - rows * sums) / 2)
+    rest = (1 - rows * sums) / 2
+    distance = (_times(rows.square(), matrices.square_()) * cols.square()).sum(dim=-1) - 1
+    shape = len(layers), -1
+    return [Balanced(tuple(layers), *(each.unflatten(0, shape) for each in (rows, cols, rest, distance)))]
 
 
-def _correction(steps: Tensor, ends: Tensor, step: Tensor) -> Tensor:
-    """Return the combination of the changes of ends whose changes of steps, [batch, changes, size], best equal a step.
+def _without(values: Tensor, directions: Tensor) -> Tensor:
+    """Subtract from steps and ends [batch, 2 · size] those combinations of directions that the steps contain."""
+    size = values.shape[-1] // 2
+    shares = torch.bmm(values[:, None, :size], directions[:, :, :size].mT)
+    return torch.baddbmm(values.unsqueeze(1), shares, directions, alpha=-1).squeeze(1)
 
-    Source: Walker & Ni, "Anderson Acceleration for Fixed-Point Iterations", SIAM Journal on Numerical Analysis 2011.
-    """
-    products = steps @ steps.mT
-    # Changes may depend on each other, and are 0 at first and once an image has converged.
-    diagonal = products.diagonal(dim1=-2, dim2=-1)
-    diagonal.mul_(1 + 8 * torch.finfo(step.dtype).eps).add_(1e-30)
-    return _times(torch.linalg.solve_ex(products, _times(step, steps.mT))[0], ends)
+
+def _joined(layers: Sequence[Tensor]) -> Tensor:
+    """Copy matrices [batch, size, size] to [layers · batch, size, size], at least in float32."""
+    dtype = torch.promote_types(layers[0].dtype, torch.float32)
+    joined = layers[0].new_empty((len(layers), *layers[0].shape), dtype=dtype)
+    return torch.stack([layer.detach() for layer in layers], out=joined).flatten(0, 1)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     """Return row vectors [batch, m] times matrices [batch, m, n], several times faster than matrices times columns."""
-    return (rows.unsqueeze(1) @ matrices).squeeze(1)
+    return torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
 
 
 AffinityName = Literal["attention", "keys", "both"]
@@ -135,7 +170,7 @@ class Affinity:
     """Affinity of the patches of each image: symmetric and doubly stochastic, [batch, patches, patches].
 
     Attributes:
-        attention: balanced attention of each layer; the co-attention is the mean over them of S², S = (P + Pᵀ)/2.
+        attention: balanced attention of the layers; the co-attention is the mean over them of S², S = (P + Pᵀ)/2.
         keys: balanced similarity of the keys, if it is part of the affinity.
     """
 
@@ -145,29 +180,26 @@ class Affinity:
     @property
     def matrix(self) -> Tensor:
         """The affinity, float64 [batch, patches, patches]; requires memory for patches² numbers."""
-        matrices = []
-        if self.attention:
-            halves = [layer.symmetric for layer in self.attention]
-            matrices.append(sum((half @ half for half in halves[1:]), halves[0] @ halves[0]) / len(halves))
-        if self.keys is not None:
-            matrices.append(self.keys.symmetric)
-        return matrices[0] if len(matrices) == 1 else (matrices[0] + matrices[1]) / 2
+        layers = (half @ half for group in self.attention for half in group.symmetric)
+        return self._mean(layers, None if self.keys is None else self.keys.symmetric[0])
 
     def spread(self, values: Tensor) -> Tensor:
         """Multiply values [batch, patches] by the affinity."""
-        products = []
+        layers = (layer for group in self.attention for layer in group.spread(values, times=2))
+        return self._mean(layers, None if self.keys is None else self.keys.spread(values)[0])
+
+    def _mean(self, layers: Iterable[Tensor], keys: Tensor | None) -> Tensor:
+        """Return the mean over layers; with keys, half of it and half of theirs."""
+        parts = [] if keys is None else [keys]
         if self.attention:
-            spread = [layer.spread(values, times=2) for layer in self.attention]
-            products.append(sum(spread[1:], spread[0]) / len(spread))
-        if self.keys is not None:
-            products.append(self.keys.spread(values))
-        return products[0] if len(products) == 1 else (products[0] + products[1]) / 2
+            parts.append(reduce(torch.add, layers) / sum(len(group.matrices) for group in self.attention))
+        return sum(parts[1:], parts[0]) / len(parts)
 
     @property
     def nearly_uniform(self) -> Tensor:
         """Mask of images whose affinity makes any map nearly constant, bool [batch]."""
         parts = [*self.attention, *([] if self.keys is None else [self.keys])]
-        return torch.stack([part.distance_to_uniform() for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
+        return torch.cat([part.distance for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
 
 
 def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Affinity:
@@ -187,13 +219,13 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     tensor([[[0.8200, 0.1800],
              [0.1800, 0.8200]]], dtype=torch.float64)
     """
-    matrices = [balance(layer, num_patches) for layer in layers]
-    balanced = tuple(layer for layer in matrices if layer is not None)
+    first = 0 if num_patches is None else -num_patches
+    balanced = balance([layer[:, first:, first:] for layer in layers])
     if not balanced:
         raise ShapeError(
             f"Expected at least one layer, got {len(layers)} layers in which some patch attends to none or gets none."
         )
-    return Affinity(attention=balanced)
+    return Affinity(attention=tuple(balanced))
 
 
 def key_affinity(layers: Sequence[Tensor]) -> Affinity:
@@ -213,10 +245,10 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
         units = torch.nn.functional.normalize(at_least_float32(layer), dim=-1)
         total = units @ units.mT if total is None else torch.baddbmm(total, units, units.mT)
     assert total is not None
-    balanced = balance((total / len(layers)).clamp_min(0.0) ** _KEY_POWER)
-    if balanced is None:
+    balanced = balance([(total / len(layers)).clamp_min(0.0) ** _KEY_POWER])
+    if not balanced:
         raise ShapeError("Expected nonzero keys, got a patch with keys of 0.")
-    return Affinity(keys=balanced)
+    return Affinity(keys=balanced[0])
 
 
 def refine(grids: Tensor, affinity: Affinity, steps: int) -> Tensor:
