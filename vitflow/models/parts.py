@@ -157,7 +157,9 @@ def _marks(modules: Sequence[nn.Module]) -> list[Any]:
     for module in modules:
         marks += ref(module), type(module), *module._modules
         for name, value in vars(module).items():
-            if name not in _NOT_SETTINGS and (mark := _setting(value)) is not None:
+            if name in _NOT_SETTINGS:
+                continue
+            if (mark := _setting(value)) is not None:
                 marks += name, mark
             elif type(value) is Tensor and value.numel() <= _SMALL:
                 tensors.append(value)

@@ -141,7 +141,7 @@ class Projection:
     def _leave(self, args: Any, output: Any) -> None:
         given, self._input = self._input, None
         self._projected += [output] if self._reads_returned and isinstance(output, Tensor) else []
-        if given is None or given.ndim < 2 or not isinstance(output, Tensor):
+        if given is None or not isinstance(output, Tensor):
             self._is_linear = False
             return
         tensors = (given, output, *self._module._parameters.values(), *self._module._buffers.values())
@@ -152,6 +152,9 @@ class Projection:
 
     def _compare(self, given: Tensor, output: Tensor) -> None:
         """Compare an output of the projection with its stored weight; if they differ, measure its map."""
+        if given.ndim < 2:
+            self._is_linear = False
+            return
         weight, bias = self._weight(), getattr(self._module, "bias", None)
         axis = 1 if given.ndim == 4 and any(isinstance(part, nn.Conv2d) for part in self._module.modules()) else -1
         rows, results = (given, output) if axis == -1 else (given.movedim(axis, -1), output.movedim(axis, -1))
