@@ -99,8 +99,10 @@ class Trace(RecordedHead):
     def check_order(self, path: str | None = None) -> None:
         """Raise UnsupportedModelError if tokens were reordered below a module, or changed anywhere without autograd."""
         if not self._moved:
-            known = self.call is not None and self.watch is not None and not self.call.pixels.is_meta
-            self._moved.append(find_moved(self.call, self.watch, self.known_layout) if known else None)
+            moved, call = None, self.call
+            if call is not None and self.watch is not None and not call.pixels.is_meta:
+                moved = find_moved(call, self.watch, self.known_layout)
+            self._moved.append(moved)
         [moved] = self._moved
         if moved is None or (path is None and moved[1]):
             return
@@ -138,13 +140,14 @@ class Trace(RecordedHead):
             with torch.inference_mode(False), torch.enable_grad():
                 chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
             gradients = self.gradients_of(chosen)
-            zero = () if gradients.pixels is None else (~gradients.pixels.flatten(1).any(dim=1)).nonzero().flatten()
-            if len(zero):
+            pixels = gradients.pixels
+            zero = [] if pixels is None else (~pixels.flatten(1).any(dim=1)).nonzero().flatten().tolist()
+            if zero:
                 raise NoGradientError(
                     "The gradient of the output with respect to the image is zero everywhere: the output is detached, "
                     "constant, saturated, or behind a ReLU that is off. Explain another output, or use sampling or "
                     "occlusion, which need no gradient.",
-                    zero.tolist(),
+                    zero,
                 )
             self._backward[key] = gradients
         return self._backward[key]
