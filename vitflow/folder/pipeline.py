@@ -94,7 +94,9 @@ class Pipeline:
             yield (
                 len(members),
                 (
-                    decoded.pop(item.key, None) or self._decoders.submit(item.path).result().named(item.known)
+                    decoded.pop(item.key)
+                    if item.key in missing
+                    else self._decoders.submit(item.path).result().named(item.known)
                     for item in members
                 ),
             )
