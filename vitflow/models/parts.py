@@ -102,7 +102,8 @@ def library_id(model: nn.Module) -> str | None:
 def runs_compiled(model: nn.Module) -> bool:
     """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
     modules = modules_of(model)
-    forwards = [*(kind.forward for kind in set(map(type, modules))), *(vars(each).get("forward") for each in modules)]
+    kinds: set[type[nn.Module]] = set(map(type, modules))
+    forwards = [*(kind.forward for kind in kinds), *(vars(each).get("forward") for each in modules)]
     return any(map(_is_compiled, forwards)) or any(
         "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules
     )

@@ -247,7 +247,7 @@ class BlockWatch:
         if not samples:
             return None
         device = samples[0][2].device
-        before, after = (torch.cat([each[place].to(device) for each in samples]) for place in (2, 3))
+        before, after = (torch.cat([each.to(device) for each in side]) for side in list(zip(*samples, strict=True))[2:])
         if torch.equal(before, after) or not len(changed := ((before != after) & ~before.isnan()).nonzero()):
             return None
         ends = accumulate(each[2].numel() for each in samples)

@@ -207,7 +207,7 @@ def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = No
     channels = channel_axis(gradient.shape, layout)
     if channels is None:
         return None
-    sums = torch.linalg.vector_norm(gradient, dim=channels, dtype=torch.float64).square()  # [batch, …]
+    sums: Tensor = torch.linalg.vector_norm(gradient, dim=channels, dtype=torch.float64).square()  # [batch, …]
     if sums.ndim == 2 and sums.shape[1] not in (layout.num_patches, layout.num_tokens):
         sums = sums.T  # [tokens, batch, channels]
     if sums.ndim == 3:
