@@ -70,7 +70,12 @@ def support_in(model: nn.Module, device: str) -> Support:
             return Support("no", "no", "difference of two attention matrices")
         raise
     if trace.refusal is not None:
-        return Support("no", "no", refusal_in_words(model, trace.layers) or "its windows cannot be mapped to the image")
+        return Support(
+            "no",
+            "no",
+            refusal_in_words(model, [layer.name for layer in trace.layers])
+            or "its windows cannot be mapped to the image",
+        )
     return Support("by stages", "no") if trace.staged else Support("yes", "yes")
 
 

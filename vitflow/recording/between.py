@@ -18,7 +18,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import possible_layouts
 from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, block_paths_of, is_nonzero, remember_blocks
 from vitflow.recording.experiment import Call
-from vitflow.recording.layers import AttentionLayer, stack_of
+from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 
 # Relative difference of gradients that is rounding, and in half precision.
 _ROUNDING, _HALF_ROUNDING = 1e-3, 5e-2
@@ -113,6 +113,8 @@ def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tup
     """
 
     def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
+        if any(stream_of(path) != stack_of(path) for path in (boundary.below, boundary.above)):
+            return ()  # queries of a decoder, which lie nowhere on the image
         return [each for each, _ in possible_layouts(call.model, call.size, boundary.given, layout)]
 
     try:
