@@ -99,7 +99,7 @@ def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> 
         if later.kind == "container" and fits and later.tokens.numel() != graph.blocks[-1].tokens.numel():
             continue  # tokens of another width may be internal to a head
         passes = read[-1].clone()
-        if _is_bypassed(scores, later.tokens, tensors[:split]):
+        if is_bypassed(scores, [later.tokens], tensors[:split]):
             passes &= _passes(later, gradient, graph, gradients[:split], batch)
         if later.kind == "pooling":
             pooled |= passes
@@ -135,20 +135,29 @@ def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor, 
     return ""
 
 
-def _is_bypassed(scores: Tensor, through: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Return True if a path of the graph from scores to a source may bypass a tensor between them."""
+def is_bypassed(
+    start: Tensor, through: Sequence[Tensor], sources: Sequence[Tensor], cuts: Sequence[HeadInput] = ()
+) -> bool:
+    """Return True if a path of the graph from a tensor to a source may bypass the tensors between them.
+
+    Paths continue from the leaf after a block of `cuts` to what the block returned.
+    """
     if not all(source.is_leaf for source in sources):
         return True
-    leaves, end = set(map(id, sources)), (through.grad_fn, through.output_nr)
-    seen, waiting = set[Any](), [(scores.grad_fn, scores.output_nr)]
+    leaves, ends = set(map(id, sources)), {(tensor.grad_fn, tensor.output_nr) for tensor in through}
+    returned = {id(cut.tokens): cut.source for cut in cuts if cut.source is not None}
+    seen, waiting = set[Any](), [(start.grad_fn, start.output_nr)]
     while waiting:
         node, output = waiting.pop()
-        if node is None or node in seen or (node, output) == end:
+        if node is None or node in seen or (node, output) in ends:
             continue
-        if id(getattr(node, "variable", None)) in leaves:
+        variable = id(getattr(node, "variable", None))
+        if variable in leaves:
             return True
         seen.add(node)
         waiting += node.next_functions
+        if (source := returned.get(variable)) is not None:
+            waiting.append((source.grad_fn, source.output_nr))
     return False
 
 

@@ -20,7 +20,7 @@ from vitflow.recording.block_watch import HeadInput, chained_gradients, is_nonze
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, Backward
-from vitflow.recording.readout import HALF_SCALE, Read
+from vitflow.recording.readout import HALF_SCALE, Read, is_bypassed
 from vitflow.recording.recorded_head import RecordedHead
 
 
@@ -172,7 +172,7 @@ class Trace(RecordedHead):
         scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            if not _reaches(scores.grad_fn, self.pixels, known, self._cuts):
+            if not is_bypassed(scores, known, [self.pixels], self._cuts):
                 return whole.new_ones(len(whole))
         above = chained_gradients([scores], [torch.full_like(scores, scale)], known, self._cuts)
         reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
@@ -237,22 +237,3 @@ class Trace(RecordedHead):
         counts = layer_counts(self.blocks, graph.blocks)
         read = [count for count, gradient in zip(counts, gradients, strict=True) if is_nonzero(gradient)]
         return {layer.name for layer in self.layers[max(read, default=len(self.layers)) :]}
-
-
-def _reaches(start: Any, leaf: Tensor, cut: Sequence[Tensor], blocks: Sequence[HeadInput]) -> bool:
-    """Return True if a leaf is reached from a node of the autograd graph on a path around the cut tensors.
-
-    Paths continue from the leaf after a block to what the block returned.
-    """
-    seen, waiting = {tensor.grad_fn for tensor in cut}, [start]
-    sources = {id(block.tokens): block.source.grad_fn for block in blocks if block.source is not None}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is leaf:
-            return True
-        waiting += [sources.get(id(variable)), *(following for following, _ in node.next_functions)]
-    return False
