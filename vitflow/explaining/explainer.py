@@ -1,6 +1,5 @@
 """Explain images with a model: the function `explain` and the reusable `Explainer`."""
 
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,23 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import (
-    NoAttentionError,
     NoGradientError,
     OptionError,
     UnsupportedModelError,
-    ValueNormsError,
     VitflowWarning,
     printable,
 )
 from vitflow.explaining.applying import (
-    apply_methods,
-    needs_gradients,
-    probabilities_of,
-    recording_options,
     starts_at_readout,
 )
-from vitflow.explaining.image_model import ImageModel
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
+from vitflow.explaining.recorded_model import RecordedModel
 from vitflow.explaining.regions import Regions
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
@@ -40,19 +33,14 @@ from vitflow.explaining.targets import (
     contrasts_among,
     for_every_image,
     is_per_image,
-    resolve_targets,
 )
 from vitflow.images.reading import ImageSource
 from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
-from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
-from vitflow.recording.trace import Trace
+from vitflow.recording.isolation import evaluating
 from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out, takes_method_options
-from vitflow.registry.method_table import WITHOUT_AFFINITY
 from vitflow.registry.option_types import MethodOptions
 
-# Arguments of explain_batch that explain does not have, and what its errors recommend.
-_OF_BATCHES = frozenset(("methods", "targets", "names", "originals"))
 _USE_BATCH = "use Explainer(model).explain_batch(images, methods=[…], targets=[…])."
 _LISTED = 5  # names of images in an error
 _OTHERS = "The other images can be explained without these; folder runs do so."
@@ -81,9 +69,7 @@ def explain(
         method: a name from `list_methods()`, a registered `Method`, or a (name, options) pair; by default gae with a
             target, and rollout without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
-        fit: "crop" (the model's preprocessing), "squash", "pad" or "native".
-        device: device to run on; by default the module's device, or a GPU for a model id if available.
-        data_config: preprocessing of a model without `pretrained_cfg`, as for `Explainer`.
+        fit, device, data_config: as for `Explainer`.
         readout: weights of the tokens at which the map starts, [tokens], or of the patches, [rows, cols]; by default
             the tokens from which the output is computed.
         options: options of the method, such as head_fusion="max".
@@ -99,7 +85,7 @@ def explain(
     return explainer.explain(image, method=method, target=target, readout=readout, **options)
 
 
-class Explainer(ImageModel):
+class Explainer(RecordedModel):
     """A model that explains single images or batches.
 
     Several threads may share it; explanations of one model run one after the other. A model in training mode is
@@ -135,8 +121,6 @@ class Explainer(ImageModel):
     Raises:
         VitflowError: the model cannot be loaded, or an option is invalid.
     """
-
-    _unweighted = ""  # the latest reason why value weighting was switched off
 
     @classmethod
     def of(cls, model: "str | Path | nn.Module | Explainer", **settings: Any) -> "Explainer":
@@ -175,14 +159,11 @@ class Explainer(ImageModel):
         `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
         does not depend on the image, whatever the map shows.
         """
-        for name in _OF_BATCHES.intersection(options):
-            raise OptionError(f"explain takes one image, method and target, got {name}=: {_USE_BATCH}")
         if len(images := several(image)) != 1:
             raise OptionError(f"explain takes one image, got {len(images)}: {_USE_BATCH}")
-        originals = None if original is None else [original]
-        maps = self.explain_batch(
-            images, method=method, targets=target, readout=readout, originals=originals, blank=blank, **options
-        )
+        read = self._read(images, None, None if original is None else [original])
+        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
+        maps = self._explain(read, chosen, for_every_image(target, 1), readout, blank=blank)
         if len(maps) != 1:
             raise OptionError(f"explain takes one target, but {target!r} gives {len(maps)} maps: {_USE_BATCH}")
         return maps[0]
@@ -319,7 +300,7 @@ class Explainer(ImageModel):
         for members in groups.values():
             group_targets = targets[members] if is_per_image(targets) else targets
             try:
-                by_image = self._run([images[i] for i in members], chosen, group_targets, outputs, readout)
+                by_image = self.explain_pass([images[i] for i in members], chosen, group_targets, outputs, readout)
             except NoGradientError as error:
                 if len(images) == 1:
                     raise
@@ -341,7 +322,7 @@ class Explainer(ImageModel):
             runs = []
             for selected in regions.select(output, image.placement, targets, self.outputs):
                 with regions.binding(selected):
-                    [maps] = self._run([image], chosen, [selected.index], outputs, readout)
+                    [maps] = self.explain_pass([image], chosen, [selected.index], outputs, readout)
                 runs.append(
                     [replace(each, facts={**each.facts, **selected.facts}, region=selected.outline) for each in maps]
                 )
@@ -373,61 +354,6 @@ class Explainer(ImageModel):
         chosen = zip(methods, choose_methods(methods, {}), strict=True)
         left = [choice for choice, method in chosen if method.name not in refused]
         return (self.explain_batch([image], methods=left, **arguments) if left else []), left
-
-    def _run(
-        self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
-    ) -> list[list[Saliency]]:
-        """Explain images of one input size: [images][methods and targets]."""
-        gradients = needs_gradients(chosen)
-        if gradients:
-            refuse_inference_tensors(self.model)
-        # Leave the caller's torch.inference_mode(), in which tensors have no gradients.
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
-            started, state = time.perf_counter(), random_state(self.device)
-            trace, chosen = self._record_for(self._tensor(images), chosen, outputs, readout)
-            reported = trace.logits if outputs is self.outputs else None
-            logits = self.outputs.required_scores(trace.output, self.model_id) if reported is None else reported
-            logits = logits.detach().cpu()
-            probabilities = probabilities_of(logits, self.model_info)
-            seconds = time.perf_counter() - started
-            indices = resolve_targets(targets, probabilities, self.model_info.outputs.names)
-            targeted = self.targeted(
-                trace,
-                None,
-                outputs,
-                images=images,
-                raw_scores=logits,
-                probabilities=probabilities,
-                seconds=seconds,
-                is_random=not torch.equal(state, random_state(self.device)),
-            )
-            return apply_methods(targeted, chosen, indices)
-
-    def _record_for(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
-        """Run one forward pass that records only what the methods need; return the methods without inapplicable steps.
-
-        Value weighting and refinement are left out if the model does not support them, unless they were requested.
-        """
-        options, reads = recording_options(chosen, self.model), any(map(starts_at_readout, chosen))
-        try:
-            return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **options), chosen
-        except NoAttentionError:
-            plain = [
-                each.with_options(**{n: v for n, v in WITHOUT_AFFINITY.items() if n not in each.requested})
-                if each.method.needs <= {"predict", "repeat"} and "refine" not in each.requested
-                else each
-                for each in chosen
-            ]
-            if plain == list(chosen):
-                raise
-        except ValueNormsError as error:
-            plain = [each.with_options(value_weighted=False) for each in chosen]
-            if any("value_weighted" in each.requested for each in chosen) or plain == list(chosen):
-                raise
-            if self._unweighted != error.args[0]:
-                self._unweighted = error.args[0]
-                warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
-        return self._record_for(pixels, plain, outputs, readout)
 
 
 def _listed(images: Sequence[PlacedImage], indices: Sequence[int]) -> str:

@@ -1,18 +1,17 @@
-"""Image models: preprocessing, forward passes, recording and outputs."""
+"""Image models: preprocessing, forward passes and outputs."""
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, VitflowError, check_known, printable, unknown_name
+from vitflow.errors import OptionError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
-from vitflow.explaining.maps import TargetedTrace
 from vitflow.explaining.regions import Boxes, Masks, boxes
 from vitflow.images import FITS
 from vitflow.images.preprocessing import InputSpec, Preprocessing
@@ -37,10 +36,7 @@ from vitflow.models.pairs import (
 )
 from vitflow.models.parts import refuse_joint_text, refuse_scripted, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
-from vitflow.recording.block_watch import guessed_blocks
 from vitflow.recording.isolation import default_device, evaluating, move_to
-from vitflow.recording.recorder import record_attention
-from vitflow.recording.trace import Trace
 
 # Number of class names shown in a notebook.
 _NAMES_SHOWN = 12
@@ -114,7 +110,6 @@ class ImageModel:
         binding = Binding(unwrap(model), outputs, data_config, class_names, activation, layout, name)
         binding = _bound(binding, outputs)
         self.model, self.regions = binding.model, binding.selects
-        self._blocks: list[str] | None = None  # of the latest recorded pass
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
         self.model_info = read_model_info(self.model, **{name: getattr(binding, name) for name in names})
@@ -226,12 +221,6 @@ class ImageModel:
             logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.grey())))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
 
-    def with_model(self, model: nn.Module) -> Self:
-        """Return this explainer with another module of the same architecture, such as a copy with random weights."""
-        result = copy.copy(self)
-        result.model, result._blocks = model, None
-        return result
-
     def with_input_size(self, size: tuple[int, int]) -> Self:
         """Return this explainer for images that are resized to this (height, width), whatever their aspect."""
         result = copy.copy(self)
@@ -268,63 +257,6 @@ class ImageModel:
             if (refused := refused_input(type(self.model).__name__, error, pixels.shape)) is None:
                 raise
             raise refused from error
-
-    def record(self, image: ImageInput, **options: Any) -> Trace:
-        """Run the model on one image and record its attention; options as for `record_attention`.
-
-        Raises:
-            VitflowError: the image cannot be read, an option is invalid, or no attention is recorded.
-
-        >>> from vitflow.demo import sample_images
-        >>> from vitflow import Explainer
-        >>> Explainer("demo").record(sample_images()[0], head_fusion="mean").attentions[0].shape
-        torch.Size([1, 145, 145])
-        """
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(bool(options.get("gradients"))),
-            evaluating(self.model),
-        ):
-            return self._run_recorded(self.pixels(image), self.outputs, reads=True, **options)
-
-    def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
-        """Record one forward pass, with its readout if `reads`; a second one if the first has not recorded enough."""
-        if not reads or options.get("readout") is not None:
-            return self._recorded_pass(pixels, outputs, **options)
-        if self._blocks is None:
-            self._blocks = guessed_blocks(self.model)
-        try:
-            trace = self._recorded_pass(pixels, outputs, cut=self._blocks, **options)
-        except (VitflowError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # a model may refuse gradients of its head in any way; then the readout is found separately
-            self._blocks = []
-            trace = self._recorded_pass(pixels, outputs, **options)
-        if trace.refusal is not None:
-            return trace
-        if self._blocks:
-            self._blocks = list(dict.fromkeys(trace.blocks))
-        multiplied = any(layer.multiplied for layer in trace.layers)
-        if trace.discards_other_values() or (multiplied and trace.reads_several_blocks()):
-            again = {"residual": 0.0, "discard_ratio": 0.0}
-            return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | again)
-        return trace
-
-    def _recorded_pass(self, pixels: Tensor, outputs: Outputs, **options: Any) -> Trace:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or bool(options.get("cut"))):
-            with record_attention(self.model, layout=self.layout, outputs=self.outputs.read, **options) as trace:
-                self.forward(pixels)
-            if outputs is not self.outputs:  # maps explain other values than the reported ones
-                trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read
-        return trace
-
-    def targeted(
-        self, trace: Trace, targets: Tensor | None, outputs: Outputs | None = None, **further: Any
-    ) -> TargetedTrace:
-        """Add to a recorded pass its targets, by default of the explainer's outputs, and the means to run it again."""
-        outputs = outputs or self.outputs
-        run = partial(self.logits, outputs=outputs.perturbed_outputs or outputs)
-        return TargetedTrace.of(trace, targets, run=run, outputs=outputs, model_info=self.model_info, **further)
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
         """Run the model in eval mode and return its logits, [batch, classes].

@@ -1,7 +1,9 @@
 """Transformer blocks of a model, the modules whose outputs are its features, and models without some modules."""
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -158,6 +160,26 @@ def block_paths(model: nn.Module) -> list[str]:
         return []
     [(path, blocks)] = stacks.items()
     return [f"{path}.{name}" for name, _ in blocks.named_children()]
+
+
+def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Return the block path of each attention layer: the outermost running module without another layer.
+
+    >>> block_paths_of(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), ["0.0", "1.0"])
+    ['0', '1']
+    """
+    prefixes = {name: [name[:i] for i, sign in enumerate(f"{name}.") if sign == "."] for name in layers}
+    layers_in = Counter(chain.from_iterable(prefixes.values()))
+    blocks = []
+    for name in layers:
+        alone = [
+            path
+            for path in prefixes[name]
+            if layers_in[path] == 1 and (len(prefixes) > 1 or path.split(".")[-1].isdigit())
+        ]
+        running = (path for path in alone if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict))
+        blocks.append(next(running, name))
+    return blocks
 
 
 def layer_output(model: nn.Module, layer: int) -> tuple[str, nn.Module | None]:

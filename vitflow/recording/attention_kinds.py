@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
+from vitflow.models.blocks import block_paths_of
 from vitflow.models.parts import module_paths, modules_of, text_config
 from vitflow.recording.layers import Arrange
 
@@ -134,6 +135,14 @@ def other_attention_in(model: nn.Module) -> str:
 def is_pooling(name: str, module: nn.Module) -> bool:
     """Return True if a module is the attention pooling of a head."""
     return _kind(module) in _POOLING or name == "attn_pool" or name.endswith(".attn_pool")
+
+
+def guessed_blocks(model: nn.Module) -> list[str]:
+    """Guess the blocks of a model, to be verified after a pass: those of the innermost modules called attention."""
+    paths = module_paths(model)
+    named = [path for path, module in paths if "att" in type(module).__name__.lower() and not is_pooling(path, module)]
+    innermost = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
+    return list(dict.fromkeys(block_paths_of(model, innermost)))
 
 
 def is_class_attention(module: nn.Module) -> bool:

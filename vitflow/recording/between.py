@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import possible_layouts
-from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, block_paths_of, is_nonzero, remember_blocks
+from vitflow.models.blocks import block_paths_of
+from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, is_nonzero, remember_blocks
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 

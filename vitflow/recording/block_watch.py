@@ -5,11 +5,10 @@ along paths that pass no later block. A user's own pass is only observed. In eve
 compared with the output of the block before it; in most models both are the same tensor.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.models.parts import module_paths
-from vitflow.recording.attention_kinds import is_pooling, may_attend
+from vitflow.recording.attention_kinds import guessed_blocks, is_pooling, may_attend
 from vitflow.recording.isolation import Hook
 
 # Step between the entries of tokens that are compared: a prime below the width of tokens.
@@ -343,26 +342,6 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
-def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Return the block path of each attention layer: the outermost running module without another layer.
-
-    >>> block_paths_of(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), ["0.0", "1.0"])
-    ['0', '1']
-    """
-    prefixes = {name: [name[:i] for i, sign in enumerate(f"{name}.") if sign == "."] for name in layers}
-    layers_in = Counter(chain.from_iterable(prefixes.values()))
-    blocks = []
-    for name in layers:
-        alone = [
-            path
-            for path in prefixes[name]
-            if layers_in[path] == 1 and (len(prefixes) > 1 or path.split(".")[-1].isdigit())
-        ]
-        running = (path for path in alone if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict))
-        blocks.append(next(running, name))
-    return blocks
-
-
 def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
     """Return the number of attention layers, given by their blocks, up to each run of a block."""
     counts, paths = [], [run.path for run in runs]
@@ -373,39 +352,6 @@ def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
     return counts
 
 
-def guessed_blocks(model: nn.Module) -> list[str]:
-    """Guess the blocks of a model, to be verified after a pass: those of the innermost modules called attention."""
-    paths = module_paths(model)
-    named = [path for path, module in paths if "att" in type(module).__name__.lower() and not is_pooling(path, module)]
-    innermost = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
-    return list(dict.fromkeys(block_paths_of(model, innermost)))
-
-
 def is_nonzero(gradient: Tensor | None) -> bool:
     """Return True if any entry of a gradient is not 0."""
     return gradient is not None and bool(torch.count_nonzero(gradient))
-
-
-def chained_gradients(
-    roots: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor], cuts: Sequence[HeadInput]
-) -> list[Tensor | None]:
-    """Return the total gradients of inputs in a graph that is cut after each block; None if nothing depends on them.
-
-    From each leaf, gradients continue to the block below it. `cuts` are the outputs of the blocks, first run first.
-    """
-    count = len(inputs)
-    totals: list[Tensor | None] = [None] * (count + len(cuts))
-
-    def add(roots: Sequence[Tensor], weights: Sequence[Tensor], below: int) -> None:
-        tensors = [*inputs, *(cut.tokens for cut in cuts[:below])]
-        gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
-        for index, gradient in enumerate(gradients):
-            before = totals[index]
-            totals[index] = gradient if before is None else before if gradient is None else before + gradient
-
-    add(roots, weights, len(cuts))
-    for index, cut in reversed(list(enumerate(cuts))):
-        total = totals[count + index]
-        if total is not None and cut.source is not None:
-            add([cut.source], [total], index)
-    return totals[:count]

@@ -18,9 +18,8 @@ from vitflow.errors import OTHER_METHODS, ModelError, NoAttentionError, Unsuppor
 from vitflow.methods.frozen_gradient import contributions
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import read_layout
-from vitflow.models.blocks import block_paths
+from vitflow.models.blocks import block_paths, block_paths_of
 from vitflow.models.calls import tokens_of, with_tokens
-from vitflow.recording.block_watch import block_paths_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.freezing import Freezing
 from vitflow.recording.isolation import Hook, evaluating, refuse_checkpointing

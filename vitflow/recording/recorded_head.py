@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from vitflow.errors import NoGradientError, UnsupportedModelError, VitflowError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
+from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.recording.between import blocks_of
-from vitflow.recording.block_watch import BlockWatch, HeadGraph, block_paths_of, is_nonzero, layer_counts
+from vitflow.recording.block_watch import BlockWatch, HeadGraph, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
 from vitflow.recording.readout import (

@@ -16,7 +16,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
 from vitflow.recording.between import find_moved
-from vitflow.recording.block_watch import HeadInput, chained_gradients, is_nonzero, layer_counts
+from vitflow.recording.block_watch import HeadInput, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, Backward
@@ -174,12 +174,12 @@ class Trace(RecordedHead):
             scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
             if not is_bypassed(scores, known, [self.pixels], self._cuts):
                 return whole.new_ones(len(whole))
-        above = chained_gradients([scores], [torch.full_like(scores, scale)], known, self._cuts)
+        above = self._differentiate([scores], [torch.full_like(scores, scale)], known)
         reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
         if not reached:
             return whole.new_zeros(len(whole))
         outputs, gradients = zip(*reached, strict=True)
-        [passing] = chained_gradients(outputs, gradients, [self.pixels], self._cuts)
+        [passing] = self._differentiate(outputs, gradients, [self.pixels])
         rest = whole if passing is None else whole - at_least_float32(passing) / scale
         share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
         return share.clamp_min(0.0)
@@ -204,7 +204,7 @@ class Trace(RecordedHead):
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         try:
-            raw = chained_gradients([scores], [torch.full_like(scores, scale)], inputs, self._cuts)
+            raw = self._differentiate([scores], [torch.full_like(scores, scale)], inputs)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):  # torch's checkpointing does not support torch.autograd.grad
                 raise
@@ -227,6 +227,25 @@ class Trace(RecordedHead):
         features = {name: next(gradients) for name in self.features}
         to_pixels = next(gradients) if pixels else None
         return Backward(attentions, features, to_pixels, next(gradients, None))
+
+    def _differentiate(
+        self, roots: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the total gradients of inputs, which continue below each cut; None if nothing depends on an input."""
+        cuts, count = self._cuts, len(inputs)
+        totals: list[Tensor | None] = [None] * (count + len(cuts))
+        for below in range(len(cuts), -1, -1):  # the number of lower cuts
+            if below < len(cuts):
+                total, source = totals[count + below], cuts[below].source
+                if total is None or source is None:
+                    continue
+                roots, weights = [source], [total]
+            tensors = [*inputs, *(cut.tokens for cut in cuts[:below])]
+            gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
+            for index, gradient in enumerate(gradients):
+                before = totals[index]
+                totals[index] = gradient if before is None else before if gradient is None else before + gradient
+        return totals[:count]
 
     def _unread_layers(self, scores: Tensor) -> set[str]:
         """Return the names of the layers above the highest block from which the scores are computed."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count
+from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, mixes_tokens, other_attention
-from vitflow.recording.block_watch import block_paths_of
 from vitflow.recording.experiment import FEW_TOKENS, Call, few_token_hooks
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked

@@ -16,6 +16,8 @@ _MISNAMED = {
     "methods": "method=; explain_batch takes several methods",
     "target": "targets=, which takes one class or a list",
     "targets": "target=; explain_batch takes several classes",
+    "names": "explain_batch",
+    "originals": "original=; explain_batch takes several images",
     "against": "target=vitflow.Contrast(CLASS, against=OTHER)",
 } | dict.fromkeys(
     ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label"),
