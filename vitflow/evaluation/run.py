@@ -13,15 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from vitflow.errors import (
-    OptionError,
-    VitflowError,
-    VitflowWarning,
-    check_known,
-    checked_seed,
-    stops_all,
-    whole_number,
-)
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, checked_seed, stops_all, whole_number
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps

@@ -239,9 +239,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     uniform: list[bool] = nearly_uniform.tolist()
     if requested and any(uniform):
         warnings.warn(
-            f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.",
-            VitflowWarning,
-            stacklevel=2,
+            f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.", VitflowWarning, stacklevel=2
         )
     given = maps.grids.detach().to(nearly_uniform.device)  # some methods compute their maps on the CPU
     grids = refine(given if least is None else given.clamp_min(least), affinity, steps)

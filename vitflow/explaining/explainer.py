@@ -10,16 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import (
-    NoGradientError,
-    OptionError,
-    UnsupportedModelError,
-    VitflowWarning,
-    printable,
-)
-from vitflow.explaining.applying import (
-    starts_at_readout,
-)
+from vitflow.errors import NoGradientError, OptionError, UnsupportedModelError, VitflowWarning, printable
+from vitflow.explaining.applying import starts_at_readout
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
 from vitflow.explaining.recorded_model import RecordedModel
 from vitflow.explaining.regions import Regions

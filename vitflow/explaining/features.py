@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import (
-    OTHER_METHODS,
-    OptionError,
-    OutsideGridError,
-    OutsideImageError,
-    UnsupportedModelError,
-)
+from vitflow.errors import OTHER_METHODS, OptionError, OutsideGridError, OutsideImageError, UnsupportedModelError
 from vitflow.explaining.maps import Maps, Patch, TargetedTrace, patch_place
 from vitflow.images.geometry import Placement
 from vitflow.methods import gradients

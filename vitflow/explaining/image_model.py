@@ -26,14 +26,7 @@ from vitflow.models.info import library_data_config, read_model_info
 from vitflow.models.loading import load_model
 from vitflow.models.names import ClassNames, check_name_count, model_id
 from vitflow.models.outputs import Binding, Outputs, features_of, similarity_outputs
-from vitflow.models.pairs import (
-    Prompts,
-    bind_tower,
-    is_pair,
-    is_prompted_detector,
-    pair_of,
-    refuse_without_prompts,
-)
+from vitflow.models.pairs import Prompts, bind_tower, is_pair, is_prompted_detector, pair_of, refuse_without_prompts
 from vitflow.models.parts import refuse_joint_text, refuse_scripted, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to

@@ -168,10 +168,7 @@ def join_values(parts: Sequence[Values]) -> Values:
 
 
 def fuse_weighted(
-    attention: Tensor,
-    head_fusion: HeadFusion,
-    value_weighted: ValueWeighting,
-    values: Values | None,
+    attention: Tensor, head_fusion: HeadFusion, value_weighted: ValueWeighting, values: Values | None
 ) -> Tensor:
     """Weight the heads of one layer by their values and fuse them: [batch, tokens, tokens].
 

@@ -201,12 +201,7 @@ def joint_steps(encoder: Sequence[Tensor], decoder: Sequence[Tensor], crossing: 
 
 
 def relevance_across(
-    encoder: Sequence[Tensor],
-    decoder: Sequence[Tensor],
-    crossing: Sequence[Tensor],
-    *,
-    row: int,
-    start_layer: int = 1,
+    encoder: Sequence[Tensor], decoder: Sequence[Tensor], crossing: Sequence[Tensor], *, row: int, start_layer: int = 1
 ) -> Tensor:
     """Return the token's row of R_ts and R_tt if the decoder ends at each layer, [layers, m + n].
 

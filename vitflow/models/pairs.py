@@ -241,11 +241,7 @@ def bind_tower(binding: Binding, pair: ImageTextModel) -> Binding:
 
 
 def prompts(
-    texts: Sequence[str],
-    *,
-    templates: str | Sequence[str] | None = None,
-    processor: Any = None,
-    raw: bool = False,
+    texts: Sequence[str], *, templates: str | Sequence[str] | None = None, processor: Any = None, raw: bool = False
 ) -> Prompts:
     """Explain the scores of an image for prompts: `Explainer(model, outputs=prompts([...]))`.
 

@@ -127,10 +127,7 @@ def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tup
 
 
 def _passages(
-    call: Call,
-    watch: BlockWatch,
-    layouts_of: Callable[[Boundary], Sequence[TokenLayout]],
-    inner: Collection[str] = (),
+    call: Call, watch: BlockWatch, layouts_of: Callable[[Boundary], Sequence[TokenLayout]], inner: Collection[str] = ()
 ) -> tuple[Sequence[str], dict[int, _Passage]]:
     """Return the blocks that ran, and how tokens are passed on to each call whose input differs; or raise _Lost.
 

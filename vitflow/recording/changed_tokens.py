@@ -30,12 +30,7 @@ _LEAST_DIFFERENCE = 1e-5
 
 
 def run_on_patches(
-    model: nn.Module,
-    pixels: Tensor,
-    kept: Tensor,
-    *,
-    layout: TokenLayout | None = None,
-    outputs: Read = logits_of,
+    model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None, outputs: Read = logits_of
 ) -> Tensor:
     """Return the logits of one image for several subsets of its patches, in one forward pass.
 

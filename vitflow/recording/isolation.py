@@ -146,13 +146,7 @@ class Hook:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        act: Callable[..., Any],
-        *,
-        before: bool,
-        always: bool = False,
-        first: bool = False,
+        self, module: nn.Module, act: Callable[..., Any], *, before: bool, always: bool = False, first: bool = False
     ) -> None:
         self._module, self._thread, self._unrecorded = module, threading.get_ident(), _thread.unrecorded
         self._act: Callable[..., Any] | None = act

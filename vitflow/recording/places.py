@@ -145,11 +145,7 @@ def _pooled(queries: TokenLayout, keys: TokenLayout) -> Extent | None:
 
 
 def find_extents(
-    call: Call,
-    sites: Mapping[str, Sequence[TokenLayout]],
-    grids: Sequence[TokenLayout] = (),
-    *,
-    unseen: bool = False,
+    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout] = (), *, unseen: bool = False
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     """Measure the extents of layouts, each where it first fits; cached per model, layouts and input size.
 

@@ -116,12 +116,7 @@ class _Choice(NamedTuple):
 
 
 def faithfulness_curves(
-    explainer: Explainer,
-    maps: Sequence[Saliency],
-    *,
-    replace: str = "drop",
-    points: int = 11,
-    batch_size: int = 32,
+    explainer: Explainer, maps: Sequence[Saliency], *, replace: str = "drop", points: int = 11, batch_size: int = 32
 ) -> list[Curves]:
     """Compute deletion, insertion and perturbation curves of several maps of one image.
 

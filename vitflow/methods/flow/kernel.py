@@ -227,15 +227,7 @@ def _crossing(graph: Graph, demand: Any, work: Workspace, out: Any) -> None:
 
 
 @compiled
-def solve(
-    graph: Graph,
-    demands: Any,
-    bounds: Any,
-    search: bool,
-    work: Workspace,
-    values: Any,
-    crossing: Any,
-) -> None:
+def solve(graph: Graph, demands: Any, bounds: Any, search: bool, work: Workspace, values: Any, crossing: Any) -> None:
     """Write the maximum flow of each sink, and the minimum cut of each that stays below its bound [sinks].
 
     Demands are [sinks, bottom nodes]; `values` [sinks] and `crossing` [sinks, m + 2] are filled, the latter with the
