@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
         r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|HeadGraph|Readouts|ReadBlock|Coordinate|Head|ModuleAttention|Panel)",
     ),
     (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Table|TextRow|Values)"),
-    (r"py:class", r"vitflow\..*\._Token"),
+    (r"py:class", r"vitflow\..*\.(_Token|LargestValues)"),
 ]
 
 
