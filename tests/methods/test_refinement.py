@@ -103,24 +103,59 @@ def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone(sharpness,
     np.testing.assert_allclose(actual.matrix[0, 1], expected, rtol=20 * tolerance, atol=0)
 
 
+@pytest.mark.parametrize(("size", "kinds"), [(2, 2), (4, 4), (6, 6), (49, 3), (196, 4)])
+@pytest.mark.parametrize("dtype", refinement.TOLERANCE)
+def test_few_patches_and_few_kinds_of_patches_are_balanced(size, kinds, dtype):
+    """Patches of a kind are equal, as in a drawing with plain colours, so that there are few directions."""
+    kind = torch.arange(size) % kinds
+    layer = attention(layers=1, batch=40, tokens=kinds)[0].to(dtype)[:, kind][:, :, kind]
+    [actual] = balance([layer])
+    np.testing.assert_allclose(actual.matrix.sum(dim=-1), 1.0, rtol=0, atol=1.1 * refinement.TOLERANCE[dtype])
+    expected = np.stack([references.balanced(each) for each in layer[:4].double().numpy()])
+    np.testing.assert_allclose(actual.matrix[0, :4], expected, rtol=20 * refinement.TOLERANCE[dtype], atol=0)
+
+
 def test_sums_that_float32_cannot_hold_are_balanced():
     layers = [layer.float() for layer in attention()]
     layers[1][0, :, 3] *= 1e-40
     actual = torch.cat([group.matrix for group in balance(layers)])
     [expected] = balance([layers[1].double()])
-    np.testing.assert_allclose(actual[1:2], expected.matrix, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(actual[1:2, :1], expected.matrix[:, :1], rtol=1e-9, atol=0)
+    np.testing.assert_array_equal(actual[:, 1:], balance([layer[1:] for layer in layers])[0].matrix)
     np.testing.assert_array_equal(actual[::2], balance(layers[::2])[0].matrix)  # those of the others do not change
 
 
-def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
-    layers = attention(tokens=4)
-    empty = layers[0].clone()
-    empty[1, 2] = 0.0
-    np.testing.assert_array_equal(co_attention([empty, *layers]).matrix, co_attention(layers).matrix)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_layer_whose_patches_attend_to_nothing_is_left_out_of_the_mean_of_its_image_alone(dtype):
+    layers = [layer.to(dtype) for layer in attention(tokens=4)]
+    layers[1][1, 2] = 0.0
+    both, values = co_attention(layers), torch.rand(2, 4, dtype=dtype)
+    alone = [co_attention([layer[:1] for layer in layers]), co_attention([layer[1:] for layer in layers[::2]])]
+    rounding = 1e-9 if dtype is torch.float64 else 1e-6
+    np.testing.assert_allclose(both.matrix, torch.cat([each.matrix for each in alone]), rtol=rounding, atol=0)
+    expected = torch.cat([each.spread(values[[image]]) for image, each in enumerate(alone)])
+    torch.testing.assert_close(both.spread(values).to(expected), expected, rtol=rounding, atol=0)
+    uniform = torch.full((2, 4, 4), 0.25)
+    uniform[1, 2] = 0.0  # only counted for the other image
+    assert co_attention([uniform, *layers[:1]]).nearly_uniform.tolist() == [False, False]
+    assert co_attention([uniform, 2 * uniform]).nearly_uniform[0]
+
+
+def test_images_without_a_balanced_layer_are_known_and_others_refined():
+    layers, keys = attention(tokens=4), torch.rand(2, 4, 6, dtype=torch.float64)
+    affinity, similar = co_attention(layers), key_affinity([keys])
+    for layer in layers:
+        layer[1, 2] = 0.0
+    assert co_attention(layers).undefined.tolist() == [False, True]
+    np.testing.assert_allclose(co_attention(layers).matrix[0], affinity.matrix[0], rtol=1e-9)
+    keys[0, 1] = 0.0
+    assert key_affinity([keys]).undefined.tolist() == [True, False]
+    np.testing.assert_allclose(key_affinity([keys]).matrix[1], similar.matrix[1], rtol=1e-9)
+    assert Affinity(co_attention(layers).attention, key_affinity([keys]).keys).undefined.all()
     with pytest.raises(ShapeError, match="at least one layer, got 1 layers"):
-        co_attention([empty])
+        co_attention([layers[0][1:]])
     with pytest.raises(ShapeError, match="nonzero keys"):
-        key_affinity([torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])])
+        key_affinity([keys[:1]])
 
 
 def test_a_uniform_affinity_is_known_for_one():

@@ -1,5 +1,7 @@
 """Tokens that are replaced, zeroed, reordered or changed between blocks, on the image that is explained."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import timm
@@ -262,6 +264,40 @@ def test_features_below_reordered_tokens_are_at_their_places():
     channels = gradient[:, PREFIX:].mean(dim=1, keepdim=True)
     expected = (kept[0][:, PREFIX:] * channels).sum(dim=-1).relu().unflatten(1, (4, 4)).detach()
     np.testing.assert_allclose(np.stack([each.grid for each in actual]), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_features_of_a_stem_are_at_their_places_although_tokens_move_between_layers_above():
+    def attend(self: nn.Module, x: Tensor) -> Tensor:
+        return x + nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        for number, layer in enumerate(self.layers):
+            x = layer(self.sort(x) if number == self.moves else x)
+        return self.head(x[:, 3])
+
+    class Attention(Custom):
+        pass
+
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 24, 8, 8), nn.ReLU(), nn.Conv2d(24, 24, 2, 2))
+    layers = nn.ModuleList([Attention(attend, qkv=nn.Linear(24, 72)) for _ in range(3)])
+    sort = Custom(lambda self, tokens: sorted_by_size(tokens))
+    model = Custom(forward, stem=stem, layers=layers, sort=sort, head=nn.Linear(24, 5)).eval()
+    model.moves = 1
+    explainer, kept = Explainer(model, data_config=CONFIG), []
+    stem[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    actual = explainer.explain(images()[0], method="gradcam", layer=1, target=1)
+    [features] = kept[-1:]
+    [gradient] = torch.autograd.grad(model(explainer.pixels(images()[0]))[0, 1], kept[-1:])
+    expected = (features * gradient.mean((2, 3), keepdim=True)).sum(1).relu()[0].detach()
+    np.testing.assert_allclose(actual.grid, expected, rtol=1e-4, atol=1e-7)
+    for path in ("sort", "layers.1", "layers.0"):
+        with record_attention(model, features=[path], attention=False) as trace, torch.no_grad():
+            model(explainer.pixels(images()[0]))
+        refused = nullcontext() if path == "layers.0" else pytest.raises(UnsupportedModelError, match="0 and layers.1")
+        with refused:
+            trace.check_order(path)
 
 
 @pytest.mark.parametrize("channels_first", [True, False])

@@ -95,6 +95,41 @@ def test_a_patch_is_drawn_clicked_and_occluded_at_its_pixels(build, size, rows, 
         assert float(sums.grid[row, col]) == pytest.approx(float(expected), rel=1e-4)
 
 
+def alone(model: nn.Module) -> nn.Module:
+    return Custom(lambda self, images: self.model(images), model=model)
+
+
+SMALL = {"depth": 2, "embed_dim": 96, "num_heads": 4, "num_classes": 5}
+# Models of other libraries' structure, also inside another module, and the size of their input.
+UNDECLARED = {
+    "NaFlex": (lambda: timm.create_model("naflexvit_base_patch16_gap", **SMALL), (64, 96)),
+    "NaFlex inside": (lambda: alone(timm.create_model("naflexvit_base_patch16_gap", **SMALL)), (64, 96)),
+    "Gemma 4": (lambda: timm.create_model("gemma4_vit_167m", **SMALL), (96, 144)),
+    "a user's": (
+        lambda: Custom(
+            lambda self, x: self.blocks(self.stem(x).flatten(2).mT).mean(1),
+            stem=nn.Conv2d(3, 12, 16, 16),
+            blocks=nn.Sequential(*(nn.TransformerEncoderLayer(12, 3, 12, batch_first=True) for _ in range(2))),
+        ),
+        (64, 96),
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "size"), UNDECLARED.values(), ids=UNDECLARED)
+def test_methods_without_attention_use_the_patches_of_models_that_declare_no_grid(build, size):
+    torch.manual_seed(0)
+    explainer = Explainer(jitter(build(), 0.05), data_config={**CONFIG, "input_size": (3, *size)})
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    pixels = explainer.pixels(image).requires_grad_()
+    explainer.model(pixels)[0, 1].backward()
+    expected = pixels.grad[0].abs().sum(0).unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).sum((1, 3))
+    actual = explainer.explain(image, method="input_gradient", target=1).grid
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
+    assert explainer.explain(image, method="occlusion", target=1).grid.shape == expected.shape
+    assert explainer.explain(image, method="rollout").grid.shape == expected.shape
+
+
 ORDER = torch.randperm(49, generator=torch.Generator().manual_seed(1))
 # Models that are refused, and a word of the reason.
 REFUSED = {

@@ -27,6 +27,7 @@ from vitflow.registry.method_table import ROLLOUT, Method
 # Probability below which a map of a class gets a note.
 _IMPROBABLE = 0.0005
 _UNIFORM = "the model treats all patches as nearly equal"
+_UNDEFINED = "in each layer some patch attends to none or gets none, or has keys of 0"
 
 
 def needs_gradients(chosen: Chosen) -> bool:
@@ -235,20 +236,24 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
             raise
         left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
         return replace(maps, facts=left_out, effective=[each | {"refine": 0} for each in effective])
-    nearly_uniform = affinity.nearly_uniform
-    uniform: list[bool] = nearly_uniform.tolist()
-    if requested and any(uniform):
+    undefined, nearly_uniform = affinity.undefined, affinity.nearly_uniform
+    if requested and undefined.any():
+        raise UnsupportedModelError(f"Refinement does not apply: {_UNDEFINED}. Use refine=0.")
+    skipped = undefined | nearly_uniform
+    if requested and skipped.any():
         warnings.warn(
             f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.", VitflowWarning, stacklevel=2
         )
-    given = maps.grids.detach().to(nearly_uniform.device)  # some methods compute their maps on the CPU
+    given = maps.grids.detach().to(skipped.device)  # some methods compute their maps on the CPU
     grids = refine(given if least is None else given.clamp_min(least), affinity, steps)
     if not requested:
-        grids = torch.where(nearly_uniform.view(-1, 1, 1), given, grids)
-    note = {"refinement": _UNIFORM if requested else f"left out: {_UNIFORM}"}
-    facts = [fact | note if is_uniform else fact for fact, is_uniform in zip(facts, uniform, strict=True)]
-    if not requested:
-        effective = [one | ({"refine": 0} if each else {}) for one, each in zip(effective, uniform, strict=True)]
+        grids = torch.where(skipped.view(-1, 1, 1), given, grids)
+        effective = [
+            one | ({"refine": 0} if each else {}) for one, each in zip(effective, skipped.tolist(), strict=True)
+        ]
+    reasons = [_UNDEFINED if each else _UNIFORM for each in undefined.tolist()]
+    notes = [{"refinement": each if requested else f"left out: {each}"} for each in reasons]
+    facts = [fact | note if each else fact for fact, note, each in zip(facts, notes, skipped.tolist(), strict=True)]
     return replace(maps, grids=grids, facts=facts, effective=effective)
 
 

@@ -32,7 +32,7 @@ class Balanced:
 
     Attributes:
         matrices: W of each layer, [batch, size, size], as given; products are taken at least in float32.
-        rows, cols: the factors, [layers, batch, size].
+        rows, cols: the factors, [layers, batch, size]; 0 for an image of which some row or column sums to 0.
         rest: half of the difference of each row sum from 1 after the last round, [layers, batch, size]; columns sum to
             1. It is added to the diagonal of the symmetric matrix, which then keeps sums and constants.
         distance: ‖P − 1/size‖², the squared distance to the matrix that makes every map constant, [layers, batch].
@@ -43,6 +43,11 @@ class Balanced:
     cols: Tensor
     rest: Tensor
     distance: Tensor
+
+    @property
+    def complete(self) -> Tensor:
+        """Mask of the images that are balanced, bool [layers, batch]."""
+        return self.rows.any(dim=-1)
 
     @property
     def matrix(self) -> Tensor:
@@ -70,9 +75,10 @@ class Balanced:
 def balance(layers: Sequence[Tensor]) -> list[Balanced]:
     """Scale rows and columns of positive matrices [batch, size, size] of layers, in turn, until both sum to 1.
 
-    Layers in which some row or column sums to 0 are left out. The rounds are those of Sinkhorn and Knopp, extrapolated:
-    real attention needs a quarter of the rounds for the same factors. Layers of equal size and type that follow each
-    other are balanced together; factors do not depend on what else is in a batch or with which layers it is balanced.
+    Images of which some row or column sums to 0 are left out: their factors are 0. The rounds are those of Sinkhorn and
+    Knopp, extrapolated: real attention needs a quarter of the rounds for the same factors. Layers of equal size and
+    type that follow each other are balanced together; factors do not depend on what else is in a batch or with which
+    layers it is balanced.
 
     Sources: Sinkhorn & Knopp, "Concerning Nonnegative Matrices and Doubly Stochastic Matrices", 1967; Walker & Ni,
     "Anderson Acceleration for Fixed-Point Iterations", SIAM Journal on Numerical Analysis 2011.
@@ -97,16 +103,16 @@ def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
     logs = matrices.new_zeros(images, size)  # logarithms of the factors of rows
     cols, sums = matrices.new_empty(2, images, size)
     factors, error = (logs, cols, sums), logs.new_full((images, 1), torch.inf)
+    rounding = torch.finfo(matrices.dtype).eps ** 0.5
     # Directions in which the step of a round and its end have changed together; the steps are orthogonal.
     directions, before = matrices.new_zeros(images, _MEMORY, 2 * size), logs
     for number in range(ROUNDS + 1):
         torch.reciprocal(_times(logs.exp(), inner), out=cols)
         sums.copy_(_times(cols, inner.mT))
-        if number == 0 and not ((sums > 0) & (sums < torch.inf)).all():
+        if number == 0 and not (positive := ((sums > 0) & (sums < torch.inf)).all(dim=-1)).all():
             if len(layers) > 1:
                 return [each for layer in layers for each in _balance_together([layer])]
-            # Sums of float32 may be 0 where those of float64 are not.
-            return _balance_together([layers[0].double()]) if inner.dtype is torch.float32 else []
+            return _balance_apart(layers[0], positive)
         end = -sums.log()
         step, last = end - logs, error
         error = step.abs().amax(dim=-1, keepdim=True)
@@ -119,9 +125,10 @@ def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
         if number:
             # A round that made the sums worse is followed by a plain one, and a new start of the extrapolation.
             better = error <= last
-            change = _without(now - before, directions.mul_(better.unsqueeze(-1)))
-            length = torch.linalg.vector_norm(change[:, :size], dim=-1, keepdim=True)
-            directions[:, number % _MEMORY] = change / length.clamp_min(1e-30)
+            changes = now - before, _without(now - before, directions.mul_(better.unsqueeze(-1)))
+            whole, length = (torch.linalg.vector_norm(each[:, :size], dim=-1, keepdim=True) for each in changes)
+            # With few patches, or few that differ, only rounding is orthogonal to all directions.
+            directions[:, number % _MEMORY] = torch.where(length > rounding * whole, changes[1] / length, 0.0)
             end = torch.where(better, _without(now, directions)[:, size:], end)
         logs.copy_(torch.where(open_, end, logs))
         first, stop = remaining[0], remaining[-1] + 1
@@ -134,6 +141,22 @@ def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
     distance = (_times(rows.square(), matrices.square_()) * cols.square()).sum(dim=-1) - 1
     shape = len(layers), -1
     return [Balanced(tuple(layers), *(each.unflatten(0, shape) for each in (rows, cols, rest, distance)))]
+
+
+def _balance_apart(layer: Tensor, positive: Tensor) -> list[Balanced]:
+    """Balance a layer of which some images, those not in the mask `positive` [batch], have sums of 0, or none of it."""
+    images, size, _ = layer.shape
+    matrices = torch.zeros_like(layer, dtype=torch.float64)
+    rows, cols, rest = matrices.new_zeros(3, 1, images, size)
+    factors, parts = (rows, cols, rest, rest.new_zeros(1, images)), [(positive, layer[positive])]
+    if layer.dtype is not torch.float64:  # sums of float32 may be 0 where those of float64 are not
+        parts.append((~positive, layer[~positive].double()))
+    for chosen, part in parts:
+        for each in _balance_together([part]):
+            matrices[chosen] = each.matrices[0].double()
+            for whole, factor in zip(factors, (each.rows, each.cols, each.rest, each.distance), strict=True):
+                whole[:, chosen] = factor.double()
+    return [Balanced((matrices,), *factors)] if rows.any() else []
 
 
 def _without(values: Tensor, directions: Tensor) -> Tensor:
@@ -192,14 +215,26 @@ class Affinity:
         """Return the mean over layers; with keys, half of it and half of theirs."""
         parts = [] if keys is None else [keys]
         if self.attention:
-            parts.append(reduce(torch.add, layers) / sum(len(group.matrices) for group in self.attention))
+            total = reduce(torch.add, layers)
+            parts.append(total / _count(self.attention).view(-1, *[1] * (total.ndim - 1)).to(total))
         return sum(parts[1:], parts[0]) / len(parts)
+
+    @property
+    def undefined(self) -> Tensor:
+        """Mask of images without a balanced layer, or without balanced keys, bool [batch]."""
+        parts = [self.attention, () if self.keys is None else (self.keys,)]
+        return torch.stack([~torch.cat([each.complete for each in part]).any(dim=0) for part in parts if part]).any(0)
 
     @property
     def nearly_uniform(self) -> Tensor:
         """Mask of images whose affinity makes any map nearly constant, bool [batch]."""
         parts = [*self.attention, *([] if self.keys is None else [self.keys])]
-        return torch.cat([part.distance for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
+        return torch.cat([part.distance for part in parts]).sum(dim=0) / _count(parts) < _NEARLY_UNIFORM
+
+
+def _count(parts: Sequence[Balanced]) -> Tensor:
+    """Return the number of balanced layers of each image, at least 1, [batch]."""
+    return torch.cat([part.complete for part in parts]).sum(dim=0).clamp_min(1)
 
 
 def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Affinity:
@@ -210,7 +245,7 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     background to objects, one step of it inverts a map.)
 
     Each layer is the mean over its heads, [batch, tokens, tokens], the patches last; layers with an empty row or column
-    among the patches are left out, and ShapeError is raised if none remains.
+    among the patches are left out of an image's mean, and ShapeError is raised if no image has another.
 
     Source: affinity from attention, Lin et al., "CLIP is Also an Efficient Segmenter", CVPR 2023.
 

@@ -27,7 +27,13 @@ _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token", "registe
 
 def transformer_of(model: nn.Module) -> nn.Module:
     """Return the outermost module that has a patch embedding, by default the model itself."""
-    return next((module for module in modules_of(model) if hasattr(module, "patch_embed")), model)
+    return next((module for module in modules_of(model) if patch_embed_of(module) is not None), model)
+
+
+def patch_embed_of(module: nn.Module) -> Any:
+    """Return the patch embedding of a model of timm, which NaFlex calls `embeds`, or None."""
+    embed = getattr(module, "embeds", None)
+    return getattr(module, "patch_embed", embed if hasattr(embed, "dynamic_feat_size") else None)
 
 
 def class_tokens(transformer: Any) -> int:
@@ -195,9 +201,8 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
             )
         rows, cols = (max(side // patch, 1) for side, patch in zip(input_size, embedding.patch_size, strict=True))
         return TokenLayout(embedding.num_prefix_tokens, rows, cols, embedding.num_suffix_tokens)
-    embed: Any = getattr(transformer, "patch_embed", None)
-    prefix: Any = getattr(transformer, "num_prefix_tokens", None)
-    if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
+    embed, prefix = patch_embed_of(transformer), getattr(transformer, "num_prefix_tokens", None)
+    if hasattr(embed, "dynamic_feat_size") and not getattr(embed, "strict_img_size", False):
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size

@@ -10,7 +10,7 @@ from torch import nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.fusion import check_layer
-from vitflow.models.anatomy import class_tokens, embedding_of, transformer_of
+from vitflow.models.anatomy import class_tokens, embedding_of, patch_embed_of, transformer_of
 from vitflow.models.parts import CLASSIFIERS, pretrained_of
 
 # Names of the first norm of a block, in transformers, torchvision and open_clip, and in timm.
@@ -107,7 +107,7 @@ def block_norm(model: nn.Module, layer: int) -> str:
 def branch_norms(model: nn.Module, layer: int) -> list[str]:
     """Return the path of `block_norm`, followed by those of the same layer in further stacks or transformers."""
     path = block_norm(model, layer)
-    transformers = [root for root, module in model.named_modules() if hasattr(module, "patch_embed")]
+    transformers = [root for root, module in model.named_modules() if patch_embed_of(module) is not None]
     outermost: list[str] = []
     for root in transformers:  # outer modules first
         if not any(not other or root.startswith(f"{other}.") for other in outermost):

@@ -19,7 +19,7 @@ from vitflow.files import is_file
 from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import embedding_of, height_width, transformer_of
+from vitflow.models.anatomy import embedding_of, height_width, patch_embed_of, transformer_of
 from vitflow.models.names import (
     ClassNames,
     check_name,
@@ -127,7 +127,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         )
     config: dict[str, Any] = {**resolve_model_data_config(model), **given}
     transformer: Any = transformer_of(model)
-    embed = getattr(transformer, "patch_embed", None)
+    embed = patch_embed_of(transformer)
     _check_input(config, model)
     channels, height, width = config["input_size"]
     built_for = getattr(embed, "img_size", None)

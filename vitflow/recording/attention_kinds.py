@@ -140,7 +140,8 @@ def is_pooling(name: str, module: nn.Module) -> bool:
 def guessed_blocks(model: nn.Module) -> list[str]:
     """Guess the blocks of a model, to be verified after a pass: those of the innermost modules called attention."""
     paths = module_paths(model)
-    named = [path for path, module in paths if "att" in type(module).__name__.lower() and not is_pooling(path, module)]
+    kinds = ((path, module, type(module).__name__.lower().replace("flatten", "")) for path, module in paths)
+    named = [path for path, module, kind in kinds if "att" in kind and not is_pooling(path, module)]
     innermost = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
     return list(dict.fromkeys(block_paths_of(model, innermost)))
 

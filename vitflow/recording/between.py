@@ -107,10 +107,10 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     return None
 
 
-def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tuple[str, Sequence[str]] | None:
-    """Return why the tokens of upper blocks are not at their places, or None; and the paths of the blocks below.
+def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tuple[str, int] | None:
+    """Return why the tokens of upper blocks are not at their places, and the number of calls of blocks below; or None.
 
-    There are none below if gradients are not those of the output.
+    The number is 0 if gradients are not those of the output.
     """
 
     def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
@@ -121,7 +121,7 @@ def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tup
     try:
         _passages(call, watch, layouts_of)
     except _Lost as error:
-        below = watch.calls[: watch.calls.index(error.above)] if error.above else ()
+        below = watch.calls.index(error.above) if error.above else 0
         return error.refusal(call, "its tokens are not at their places above"), below
     return None
 

@@ -83,14 +83,16 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
 
 
 def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | None) -> TokenLayout | None:
-    """Return the layout that the model declares, or None, as methods without attention need none."""
-    tokens = next((features.shape[1] for features in trace.features.values() if features.ndim == 3), None)
-    try:
-        layout = given or read_layout(call.model, call.size, tokens)
-    except UnsupportedModelError:
-        return None
-    extents, _ = find_extents(call, dict.fromkeys(block_paths(call.model)[:1], (layout,)))
-    return replace(layout, extent=extents.get(layout))
+    """Return the layout that the model declares or its blocks have, or None, as methods without attention need none."""
+    blocks = block_paths(call.model)
+    of_features = next((features.shape[1] for features in trace.features.values() if features.ndim == 3), None)
+    of_blocks = None if trace.watch is None else trace.watch.num_tokens(blocks)
+    for tokens in dict.fromkeys((of_features, of_blocks)):
+        with suppress(UnsupportedModelError):
+            layout = given or read_layout(call.model, call.size, tokens)
+            extents, _ = find_extents(call, dict.fromkeys(blocks[:1], (layout,)))
+            return replace(layout, extent=extents.get(layout))
+    return None
 
 
 def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:

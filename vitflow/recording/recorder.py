@@ -188,8 +188,7 @@ class record_attention:
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
         if not self._within:  # blocks are known after a pass
             self._watch = self._listening.watch = watch_of(self._model, self._cut, self._gradients)
-        if self._attention or self._features or self._gradients:
-            yield from self._watch.hooks()
+        yield from self._watch.hooks()
 
     def _watch_modules(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
@@ -237,6 +236,7 @@ class record_attention:
         if path in self.trace.features:  # features of several runs have no common place on the image
             self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
+        self.trace.calls_below[path] = len(self._watch.calls)
 
     def _keep_stream(self, path: str, args: Any, output: Any) -> None:
         # TNT's blocks return tokens within patches, too, which are folded into the batch.

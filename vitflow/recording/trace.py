@@ -35,6 +35,7 @@ class Trace(RecordedHead):
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
+        calls_below: the number of calls of blocks that began before each feature was returned.
         passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
             by module path; None for several runs.
         output: what the model returned.
@@ -43,11 +44,12 @@ class Trace(RecordedHead):
 
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
+    calls_below: dict[str, int] = field(default_factory=dict)
     passed: dict[str, Tensor | None] = field(default_factory=dict)
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
-    _moved: list[tuple[str, Sequence[str]] | None] = field(default_factory=list)
+    _moved: list[tuple[str, int] | None] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
@@ -106,8 +108,13 @@ class Trace(RecordedHead):
         [moved] = self._moved
         if moved is None or (path is None and moved[1]):
             return
-        if not any(f"{path}.".startswith(f"{block}.") for block in moved[1]):
-            raise UnsupportedModelError(moved[0])
+        reason, below = moved
+        inside = self.watch is not None and any(
+            f"{path}.".startswith(f"{block}.") for block in self.watch.calls[:below]
+        )
+        # A module between blocks may be the one that changes the tokens.
+        if not inside and (path is None or self.calls_below.get(path, below) >= below):
+            raise UnsupportedModelError(reason)
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
