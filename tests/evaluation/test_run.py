@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 
 from tests.folder.test_run import tiny_model
+from tests.recording.test_readout import CONFIG, Around, photo, region
+from tests.small import Custom
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError
@@ -231,6 +233,22 @@ def test_an_image_that_the_model_fails_on_does_not_take_its_batch_along(demo, mo
     assert [(row["input"], row["error"], row["message"]) for row in actual.failures] == [
         ("demo-2", "RuntimeError", "cannot add")
     ]
+
+
+def test_images_without_a_gradient_are_rows_with_errors_and_take_neither_methods_nor_others_along():
+    """The first image, on which methods are tried, has none, and neither has an image in a batch with others."""
+    gated = Custom(lambda self, x: self.inner(x) * (x.mean((1, 2, 3)) > -0.5)[:, None], inner=Around(region))
+    explainer = Explainer(gated, data_config=CONFIG)
+    images = [photo(seed) // 8 + np.uint8(light) for seed, light in enumerate((9, 200, 9, 160, 90, 9))]
+    options = {"model": explainer, "metrics": ["faithfulness", "sanity"], "points": 3, "batch_size": 3}
+    actual = evaluate(images, **options)
+    assert [(row["input"], row["error"]) for row in actual.failures] == [
+        (f"image {number}", "NoGradientError") for number in (1, 3, 6)
+    ]
+    expected = evaluate([image for image in images if image.mean() > 50], **options)
+    assert actual.methods == expected.methods and {"gae", "gradcam", "input_gradient"} < set(actual.methods)
+    for name in ("deletion_auc", "class_sensitivity", "flip_stability"):
+        np.testing.assert_allclose(actual.values[name], expected.values[name], rtol=1e-4, err_msg=name)
 
 
 def test_a_metric_that_fails_on_one_image_fails_that_image(demo, monkeypatch):

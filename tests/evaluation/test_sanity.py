@@ -374,3 +374,18 @@ def test_class_sensitivity_requires_two_classes_a_map_that_varies_and_a_class_sp
     maps = maps_of(explainer, "rollout", "centre")
     monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
     assert class_sensitivity(explainer, maps) == [0.0, 0.0]
+
+
+def test_checks_on_images_or_classes_without_a_gradient_are_undefined(explainer):
+    """The scores are 0 unless the left half is brighter than the right one, and only one class is above 0."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        left, right = (half.mean((1, 2, 3)) for half in x.chunk(2, -1))
+        return self.inner(x)[:, :3].exp() * torch.tensor([1.0, 0.0, 0.0]) * (left > right)[:, None]
+
+    one_sided = Explainer(Custom(forward, inner=explainer.model).eval(), data_config=DATA, fit="squash")
+    image = np.concatenate([IMAGE[:, :30] // 2 + 120, IMAGE[:, :30] // 2], 1)
+    maps = one_sided.explain_batch([image], methods=["input_gradient", "centre"], targets=0)
+    gradient, centre = flip_stability(one_sided, maps)
+    assert gradient is None and centre == pytest.approx(1.0)
+    assert class_sensitivity(one_sided, maps) == [None, 0.0]

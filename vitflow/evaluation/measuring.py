@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
+from vitflow.errors import NoGradientError
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
@@ -158,17 +160,19 @@ def _sanity(case: Case, values: Values) -> dict[str, Any]:
 
 
 def _grid(case: Case, values: Values) -> None:
-    """Add the scores of the image's cell in its grid, and of its objects against each other."""
+    """Add the scores of the image's cell in its grid, and of its objects against each other, if all have a gradient."""
     methods, objects = case.protocol.methods, case.truth.objects
     if case.grid is not None:
-        for label, cell in case.grid.scores(case.explainer, methods, case.name).items():
-            values[label] |= dict(zip(("grid_energy", "grid_auc", "grid_wins"), cell, strict=True))
+        with suppress(NoGradientError):
+            for label, cell in case.grid.scores(case.explainer, methods, case.name).items():
+                values[label] |= dict(zip(("grid_energy", "grid_auc", "grid_wins"), cell, strict=True))
     if len(objects) < 2:
         return
-    for label, maps in maps_by_class(case.explainer, case.image.image, methods, list(objects)).items():
-        scores = [score_object(_heatmap(each), list(objects.values()), index) for index, each in enumerate(maps)]
-        if defined := [score for score in scores if score is not None]:
-            values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
+    with suppress(NoGradientError):
+        for label, maps in maps_by_class(case.explainer, case.image.image, methods, list(objects)).items():
+            scores = [score_object(_heatmap(each), list(objects.values()), index) for index, each in enumerate(maps)]
+            if defined := [score for score in scores if score is not None]:
+                values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
 
 
 def _intervals(case: Case, values: Values) -> None:

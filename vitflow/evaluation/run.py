@@ -4,7 +4,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,16 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, checked_seed, stops_all, whole_number
+from vitflow.errors import (
+    NoGradientError,
+    OptionError,
+    VitflowError,
+    VitflowWarning,
+    check_known,
+    checked_seed,
+    stops_all,
+    whole_number,
+)
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
@@ -211,16 +219,18 @@ def _possible_groups(
 def _applicable_methods(
     explainer: Explainer, dataset: Dataset, chosen: list[ChosenMethod]
 ) -> tuple[list[ChosenMethod], list[str]]:
-    """Return the methods that the model supports, tried on one image, and notes on the others."""
+    """Return the methods that the model supports, tried on an image that has a gradient, and notes on the others."""
+    refused: dict[str, VitflowError] = {}
     for sample in dataset.samples[:20]:
-        with suppress(VitflowError, OSError):  # the run reports the errors of the images
+        try:
             image = sample.read().image
+        except (VitflowError, OSError):  # the run reports the errors of the images
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", VitflowWarning)
+            refused = explainer.refusals([each for each in chosen if not refused or each.name in refused], image)
+        if not any(isinstance(error, NoGradientError) for error in refused.values()):
             break
-    else:
-        return chosen, []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", VitflowWarning)
-        refused = explainer.refusals(chosen, image)
     return [method for method in chosen if method.name not in refused], left_out(refused)
 
 

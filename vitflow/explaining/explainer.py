@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import NoGradientError, OptionError, UnsupportedModelError, VitflowWarning, printable
+from vitflow.errors import (
+    NoGradientError,
+    OptionError,
+    UnsupportedModelError,
+    VitflowError,
+    VitflowWarning,
+    printable,
+)
 from vitflow.explaining.applying import starts_at_readout
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
 from vitflow.explaining.recorded_model import RecordedModel
@@ -321,16 +328,16 @@ class Explainer(RecordedModel):
         by_method = zip(*runs, strict=True)
         return [each for maps in by_method for i, each in enumerate(maps) if i == 0 or each.class_specific]
 
-    def refusals(self, methods: Sequence[MethodChoice], image: ImageSource | None = None) -> dict[str, str]:
+    def refusals(self, methods: Sequence[MethodChoice], image: ImageInput | None = None) -> dict[str, VitflowError]:
         """Try each method on an image (by default a grey one); return the errors of those that do not apply."""
-        refusals = {}
+        refusals: dict[str, VitflowError] = {}
         for chosen in choose_methods(methods, {}):
             if chosen.method.needs == {"predict"}:
                 continue  # forward passes work for every model
             try:
                 self.explain_batch([self.inputs.grey() if image is None else image], methods=[chosen])
             except (UnsupportedModelError, OptionError) as error:
-                refusals[chosen.name] = str(error)
+                refusals[chosen.name] = error
         return refusals
 
     def explain_supported(
@@ -340,7 +347,7 @@ class Explainer(RecordedModel):
         try:
             return self.explain_batch([image], methods=methods, **arguments), list(methods)
         except UnsupportedModelError:
-            refused = self.refusals(methods)
+            refused = self.refusals(methods, image)
         for note in left_out(refused):
             warnings.warn(note, VitflowWarning, stacklevel=3)
         chosen = zip(methods, choose_methods(methods, {}), strict=True)

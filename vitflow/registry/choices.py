@@ -134,14 +134,14 @@ def check_methods(
     return chosen
 
 
-def left_out(refusals: Mapping[str, str]) -> list[str]:
+def left_out(refusals: Mapping[str, str | Exception]) -> list[str]:
     """Format notes on methods that do not apply, given their reasons by name.
 
     >>> left_out({"flow": "No layers.", "gae": "No layers."})
     ['Left out: flow, gae. No layers.']
     """
-    reasons = dict.fromkeys(refusals.values())
-    names = [", ".join(name for name, each in refusals.items() if each == reason) for reason in reasons]
+    reasons = dict.fromkeys(map(str, refusals.values()))
+    names = [", ".join(name for name, each in refusals.items() if str(each) == reason) for reason in reasons]
     return [f"Left out: {listed}. {reason}" for listed, reason in zip(names, reasons, strict=True)]
 
 

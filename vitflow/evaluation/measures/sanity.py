@@ -1,8 +1,8 @@
 """Sanity checks: cascading weight randomisation, stability under shifts and flips, and sensitivity to the class.
 
 Each takes the explainer that made some maps and the maps, which explain one target of one image by any methods, and
-returns Spearman's ρ for each map, in order; None if a map is constant. Maps of several images or targets are an
-OptionError.
+returns Spearman's ρ for each map, in order; None if a map is constant, as those without a gradient are. Maps of several
+images or targets are an OptionError.
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, VitflowWarning, check_known, checked_seed
+from vitflow.errors import NoGradientError, OptionError, VitflowWarning, check_known, checked_seed
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
@@ -88,12 +88,21 @@ def cascading_randomisation(
 
 
 def explain_again(explainer: Explainer, images: Sequence[PlacedImage], maps: Sequence[Saliency]) -> list[Saliency]:
-    """Return maps of images by the methods, with the options and for the target of some maps; by image, then map."""
+    """Return maps of images by the methods, with the options and for the target of some maps; by image, then map.
+
+    They are 0 if the output has no gradient, as with random weights below a ReLU.
+    """
     first = maps[0]
     if any(m.target != first.target for m in maps[1:]):
         raise OptionError("Expected maps of one image for one target, got several targets.")
+    pairs = [(image, saliency) for image in images for saliency in maps]
     targets = None if first.target is None else np.full(len(images), first.target)
-    return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
+    try:
+        return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
+    except NoGradientError:
+        if len(pairs) == 1:
+            return [replace(first, grid=np.zeros_like(first.grid))]
+    return [again for image, saliency in pairs for again in explain_again(explainer, [image], [saliency])]
 
 
 def stage_names(model: nn.Module) -> list[str]:
@@ -240,7 +249,10 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[fl
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
     classes = logits[0].argsort(descending=True)[:2].tolist()
-    by_class = explainer.explain_batch([placed], methods=methods, targets=classes)
+    try:
+        by_class = explainer.explain_batch([placed], methods=methods, targets=classes)
+    except NoGradientError:
+        return [None if m.class_specific else 0.0 for m in maps]
     correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
     changes = (None if rho is None else 1.0 - rho for rho in correlations)
     return [next(changes) if m.class_specific else 0.0 for m in maps]
