@@ -192,7 +192,7 @@ def test_a_saturated_image_without_a_declared_pooling_is_named_and_the_others_ha
     model, images = Around(region), [photo(seed) // 8 + np.uint8(light) for seed, light in enumerate((200, 9, 160, 90))]
     bright = Custom(lambda self, pixels: self.inner(pixels) * (pixels.mean((1, 2, 3)) > 0)[:, None], inner=model)
     explainer, names = Explainer(bright, data_config=CONFIG), ["a.jpg", "b.jpg", "c.jpg", "d.jpg"]
-    with pytest.raises(NoGradientError, match=r"mage 2 \(b\.jpg\), image 4 \(d\.jpg\) of 4: .* without") as caught:
+    with pytest.raises(NoGradientError, match=r"2 of 4 images \(b\.jpg, d\.jpg\): .* without") as caught:
         explainer.explain_batch(images, method=method, names=names, target=1)
     assert caught.value.images == [1, 3] and pickle.loads(pickle.dumps(caught.value)).images == [1, 3]
     others = explainer.explain_batch(images[::2], method=method, target=1)

@@ -304,7 +304,10 @@ class Explainer(RecordedModel):
                 if len(images) == 1:
                     raise
                 failed = [members[index] for index in error.images]
-                raise NoGradientError(f"{_listed(images, failed)}: {error} {_OTHERS}", failed) from error
+                named = [printable(images[index].name) or f"image {index + 1}" for index in failed]
+                listed = f"{', '.join(named[:_LISTED])}{', …' if len(named) > _LISTED else ''}"
+                counts = f"{len(failed)} of {len(images)} images ({listed})"
+                raise NoGradientError(f"{counts}: {error} {_OTHERS}", failed) from error
             for index, maps in zip(members, by_image, strict=True):
                 results[index] = maps
         return results
@@ -353,13 +356,3 @@ class Explainer(RecordedModel):
         chosen = zip(methods, choose_methods(methods, {}), strict=True)
         left = [choice for choice, method in chosen if method.name not in refused]
         return (self.explain_batch([image], methods=left, **arguments) if left else []), left
-
-
-def _listed(images: Sequence[PlacedImage], indices: Sequence[int]) -> str:
-    """Name images by their positions, and by their names if they have any."""
-    names = []
-    for index in indices[:_LISTED]:
-        position, name = f"image {index + 1}", printable(images[index].name)
-        names.append(position if name in ("", position) else f"{position} ({name})")
-    more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
-    return f"I{', '.join(names)[1:]}{more} of {len(images)}"

@@ -48,7 +48,7 @@ _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 _opening = threading.Lock()
 
 
-def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
+def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
     """Read an image as RGB: uint8 [height, width, 3], rotated by its EXIF orientation.
 
     The first frame of an animation or a multi-page file is read. Transparent pixels are blended with white. More than
@@ -65,7 +65,6 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
             [height, width, 3] (RGB) or [height, width, 4] (RGBA or a fourth band) of type uint8, uint16, or floats from
             0 to 1.
         max_pixels: refuse files with more pixels than this.
-        content: the bytes of the file at the path, if they are already read.
 
     Raises:
         ImageError: the file is missing, empty, truncated, too large, or not an image.
@@ -74,7 +73,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
     (2, 3, 3)
     """
-    image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
+    image, notes = read_with_notes(source, max_pixels=max_pixels)
     for note in notes:
         warnings.warn(f"{image_name(source)}: {note}", VitflowWarning, stacklevel=2)
     return image
@@ -84,6 +83,8 @@ def read_with_notes(
     source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
 ) -> tuple[NDArray[np.uint8], list[str]]:
     """Read an image as `read_image` does, and return its warnings, without the image's name, instead of issuing them.
+
+    `content` are the bytes of the file at the path, if they are already read.
 
     >>> read_with_notes(np.array([[0, 4095]], np.uint16))[1][0].partition(":")[0]
     'its values fill 1/16 of their range'

@@ -190,10 +190,9 @@ def draw_lines(
     *,
     x_label: str | Sequence[str],
     y_label: str,
-    ticks: Sequence[str] = (),
     bottom: float | None = None,
 ) -> Figure:
-    """Draw the lines of each title side by side, with a common legend; `ticks` are words for the values of x.
+    """Draw the lines of each title side by side, with a common legend.
 
     >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
     >>> [axes.get_title(loc="left") for axes in draw_lines({"occlusion": [series]}, x_label="layer", y_label="ρ").axes]
@@ -214,9 +213,7 @@ def draw_lines(
         axes.margins(x=0.02)
         axes.axhline(0, color=AXIS, linewidth=0.6, zorder=0)
         values = sorted({x for one in series for x in one.x})
-        if ticks:
-            axes.set_xticks(values, [printable(word) for word in ticks], parse_math=False)
-        elif all(value == round(value) for value in values):
+        if all(value == round(value) for value in values):
             axes.set_xticks(_ticks(values))
     plots[0].set_ylabel(y_label, fontsize=TITLE, color=GREY, parse_math=False)
     plots[0].set_ylim(bottom=bottom)

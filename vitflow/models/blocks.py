@@ -44,6 +44,13 @@ def _stacks(model: nn.Module) -> dict[str, Any]:
     return {f"{_root(model)}blocks": blocks} if uniform and isinstance(blocks, nn.Sequential | nn.ModuleList) else {}
 
 
+def first_stack(model: nn.Module) -> nn.Sequential | nn.ModuleList | None:
+    """Return the module whose children are the blocks of a model, in order, the first if there are several; or None."""
+    blocks = getattr(transformer_of(model), "blocks", None)
+    known = isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks) > 0
+    return blocks if known else next(iter(library_blocks(model).values()), None)
+
+
 def _root(model: nn.Module) -> str:
     """Return the path of the timm transformer in a model, with a dot at its end; empty if it is the model itself."""
     transformer = transformer_of(model)

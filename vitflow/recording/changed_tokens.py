@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, read_layout, transformer_of
-from vitflow.models.blocks import library_blocks
+from vitflow.models.blocks import first_stack
 from vitflow.models.calls import logits_of, tensors_in, with_tokens
 from vitflow.models.parts import model_cache, module_paths, output_cache, plain_token_ids, unwrap
 from vitflow.recording.experiment import Call
@@ -140,10 +140,8 @@ def _rotations(rope: Any, kept: Tensor, layout: TokenLayout) -> Tensor:
 def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     if getattr(model, "divided", False):
         raise UnsupportedModelError("It attends over time and space in separate layers.")
-    transformer = transformer_of(model)
-    blocks = getattr(transformer, "blocks", None) or next(iter(library_blocks(model).values()), None)
-    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-        raise UnsupportedModelError(f"{type(transformer).__name__} has no sequence of blocks.")
+    if (blocks := first_stack(model)) is None:
+        raise UnsupportedModelError(f"{type(transformer_of(model)).__name__} has no sequence of blocks.")
     return blocks
 
 
@@ -218,17 +216,14 @@ def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
     of tokens get `length`.
     """
 
-    def tried() -> bool:
+    known = model_cache(model)
+    if is_causal not in known:
         try:
-            return _test_causal(model, _LENGTH)
+            known[is_causal] = _test_causal(model, _LENGTH)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a model may require a multiple of some number of tokens
-            return _test_causal(model, length)
-
-    known = model_cache(model)
-    if is_causal not in known:
-        known[is_causal] = tried()
+            known[is_causal] = _test_causal(model, length)
     causal: bool = known[is_causal]
     return causal
 

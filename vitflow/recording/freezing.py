@@ -20,20 +20,8 @@ from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.models.calls import tensors_in
 
 # Names of functions as torch calls them, without underscores at their ends.
-_CONSTANTS = {
-    "softmax",
-    "sigmoid",
-    "hardsigmoid",
-    "softplus",
-    "exp",
-    "rsqrt",
-    "sqrt",
-    "reciprocal",
-    "std",
-    "var",
-    "norm",
-}
-_CONSTANTS |= {"linalg_norm", "linalg_vector_norm", "rtruediv", "rdiv", "rpow"}
+_CONSTANTS = {"softmax", "sigmoid", "hardsigmoid", "softplus", "exp", "rsqrt", "sqrt", "reciprocal", "std", "var"}
+_CONSTANTS |= {"norm", "linalg_norm", "linalg_vector_norm", "rtruediv", "rdiv", "rpow"}
 _ACTIVATIONS = {"relu", "leaky_relu", "relu6", "hardtanh", "gelu", "silu", "mish", "hardswish", "tanh", "erf", "elu"}
 _ACTIVATIONS |= {"selu", "celu", "softsign", "square", "pow", "clamp", "clamp_min", "clamp_max", "clip"}
 _PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "bmm", "mm", "einsum"}

@@ -23,8 +23,7 @@ from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.similarity import spearman
-from vitflow.models.anatomy import transformer_of
-from vitflow.models.blocks import library_blocks
+from vitflow.models.blocks import first_stack
 
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
@@ -145,10 +144,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _stages(model: nn.Module) -> list[Stage]:
     """Return the modules with direct parameters by stage, from the top of the network."""
-    blocks = getattr(transformer_of(model), "blocks", None)  # the module whose children are the blocks, in order
-    known = isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks) > 0
-    holder = blocks if known else next(iter(library_blocks(model).values()), None)
-    if holder is None:
+    if (holder := first_stack(model)) is None:
         root: Stage = ("embedding", [model])
         stages = [root, *((name, list(child.modules())) for name, child in model.named_children())]
     else:
