@@ -133,18 +133,7 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
     needed, given = (sum(weight.numel() for weight in state.values()) for state in (draft.state_dict(), weights))
     if needed > 2 * given + _EXTRA_PARAMETERS:
         raise _mismatch(weights, weights, draft, path, name)  # before memory is allocated
-    if "num_classes" not in options:
-        classifier, rows = _classes_in(weights, draft)
-        if rows is not None and class_count(draft) not in (None, rows):
-            options["num_classes"] = rows
-            notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: using {rows}.")
-        elif classifier and f"{classifier}.weight" not in weights:
-            options["num_classes"] = 0
-            notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
-    side = _trained_side(weights, draft)
-    if side is not None and "img_size" not in options:
-        options["img_size"] = side
-        notes.append(f"{path.name} was trained on {side} × {side} pixels, unlike {name}: using {side} × {side}.")
+    notes += _set_by_file(weights, draft, path, name, options)
     model: nn.Module = create_model(name, pretrained=False, **options)
     adapt, adapted = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None), weights
     try:
@@ -158,6 +147,24 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
     for note in notes:  # only once the weights are known to fit
         warnings.warn(note, VitflowWarning, stacklevel=3)
     return model
+
+
+def _set_by_file(weights: Weights, draft: nn.Module, path: Path, name: str, options: dict[str, Any]) -> list[str]:
+    """Set the class count and the image size of a file in the options, unless they were requested; return notes."""
+    notes = []
+    if "num_classes" not in options:
+        classifier, rows = _classes_in(weights, draft)
+        if rows is not None and class_count(draft) not in (None, rows):
+            options["num_classes"] = rows
+            notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: using {rows}.")
+        elif classifier and f"{classifier}.weight" not in weights:
+            options["num_classes"] = 0
+            notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
+    side = _trained_side(weights, draft)
+    if side is not None and "img_size" not in options:
+        options["img_size"] = side
+        notes.append(f"{path.name} was trained on {side} × {side} pixels, unlike {name}: using {side} × {side}.")
+    return notes
 
 
 def _check_patches(weights: Weights, draft: nn.Module, path: Path, name: str, options: Mapping[str, Any]) -> None:
