@@ -34,6 +34,7 @@ from vitflow.explaining.targets import (
     is_per_image,
 )
 from vitflow.images.reading import ImageSource
+from vitflow.methods.cells import mean_colour
 from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating
@@ -269,8 +270,7 @@ class Explainer(RecordedModel):
     def _with_blank(self, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
         """Add the score of the image replaced by its mean colour to the facts of its maps."""
         with torch.inference_mode(False), torch.no_grad():
-            pixels = self._tensor([image])
-            logits = self.logits(pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels))
+            logits = self.logits(mean_colour(self._tensor([image])))
         scores, compared = self.outputs.scores(logits)[0], []
         for saliency in maps:
             if saliency.target is None:

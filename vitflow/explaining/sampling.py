@@ -12,7 +12,7 @@ from torch import Tensor
 from vitflow.errors import UnsupportedModelError, whole_number
 from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
-from vitflow.methods.cells import cell_owners
+from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.sampling import NORMAL_95, SMOOTHING, draw_masks, mean_differences, regress, split_half_maps
 from vitflow.methods.similarity import spearman
@@ -204,7 +204,7 @@ def _log_odds(
         return log_odds(logits, trace.perturbed_outputs.activation)
     owners = cell_owners(image.shape[-2], image.shape[-1], *grid, trace.extent_of(grid))
     visible = kept[:, owners].unsqueeze(1).to(image.device)  # [masks, 1, height, width]
-    return trace.log_odds(torch.where(visible, image, image.mean(dim=(2, 3), keepdim=True)))
+    return trace.log_odds(torch.where(visible, image, mean_colour(image)))
 
 
 #: The methods of the consensus with their weights; each has its default options unless given.

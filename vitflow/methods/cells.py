@@ -109,20 +109,21 @@ def occlusion(
     tensor([[[-1.,  1.]]])
     """
     batch_size, pixels = whole_number("occlusion_batch", batch_size, 1), pixels.detach()
-    means = pixels.mean(dim=(2, 3), keepdim=True)  # [batch, channels, 1, 1]
-    down, across = extent or (None, None)
-    tops, lefts = cell_edges(pixels.shape[2], rows, down), cell_edges(pixels.shape[3], cols, across)
-    jobs = [(image, row, col) for image in range(len(pixels)) for row in range(rows) for col in range(cols)]
-    remaining = []
-    for start in range(0, len(jobs), batch_size):
-        chunk = jobs[start : start + batch_size]
-        blanked = pixels[[image for image, _, _ in chunk]]
-        for copy, (image, row, col) in zip(blanked, chunk, strict=True):
-            copy[:, tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = means[image]
-        remaining.append(_of_target(predict(blanked), targets[[image for image, _, _ in chunk]]))
+    owners = cell_owners(pixels.shape[2], pixels.shape[3], rows, cols, extent).to(pixels.device)
+    jobs = torch.cartesian_prod(torch.arange(len(pixels)), torch.arange(rows * cols)).to(pixels.device)
+    blank, remaining = mean_colour(pixels), []
+    for chunk in jobs.split(batch_size):
+        images, cells = chunk.unbind(dim=1)
+        blanked = torch.where(owners == cells.view(-1, 1, 1, 1), blank[images], pixels[images])
+        remaining.append(_of_target(predict(blanked), targets[images.to(targets.device)]))
         progress(len(chunk))
     whole = _of_target(predict(pixels), targets)
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
+
+
+def mean_colour(pixels: Tensor) -> Tensor:
+    """Return the mean colour of each model input at all of its pixels, [batch, channels, height, width]."""
+    return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
 def _of_target(scores: Tensor, targets: Tensor) -> Tensor:

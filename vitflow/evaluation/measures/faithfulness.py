@@ -26,7 +26,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.geometry import Extent
-from vitflow.methods.cells import cell_owners
+from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.changed_tokens import droppable_tokens
 from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
@@ -188,7 +188,7 @@ def faithfulness_curves(
         if replace == "drop":
             logits = _with_dropped_tokens(explainer, pixels, choices, batch_size, no_patches)
         else:
-            filler = _blank(pixels) if replace == "blank" else _blur(pixels)
+            filler = mean_colour(pixels) if replace == "blank" else _blur(pixels)
             logits = _with_filled_patches(explainer, pixels, choices, batch_size, filler)
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
@@ -343,18 +343,13 @@ def _with_dropped_tokens(
             if length == layout.num_patches:
                 result = explainer.logits(pixels)
             elif length == 0 and blank_if_empty:
-                result = explainer.logits(_blank(pixels))
+                result = explainer.logits(mean_colour(pixels))
             else:
                 kept = torch.from_numpy(np.stack([choices[index].kept for index in chunk]))
                 result = run_on_patches(explainer.model, pixels, kept, layout=layout, outputs=explainer.outputs.read)
             logits.append(result.cpu().expand(len(chunk), -1))
             order += chunk
     return torch.cat(logits)[np.argsort(order)]
-
-
-def _blank(pixels: Tensor) -> Tensor:
-    """Return the mean colour over the whole model input, as in occlusion, [1, channels, height, width]."""
-    return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
 def _blur(pixels: Tensor) -> Tensor:
