@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from vitflow.demo import CLASS_NAMES, draw_image
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.samples import Labelled
 from vitflow.evaluation.targets import choose_target
@@ -113,6 +113,19 @@ def test_images_alone(folder):
     assert [sample.read().image.shape for sample in in_memory.samples] == [(20, 30, 3), (30, 40, 3)]
     with pytest.raises(OptionError, match="at least one image"):
         open_dataset([])
+
+
+def test_images_in_subfolders_are_counted(folder):
+    for name in ("more/deep/one.png", "more/masks/one.png", ".hidden/one.png", "more/.two.png", "more/notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / name, format="PNG")
+    with pytest.warns(VitflowWarning, match="^1 image in .*more/deep/one.png"):
+        assert set(by_name(open_dataset(folder))) == {"cat.jpg", "dog.jpg", "two birds.png"}
+    (folder / "classes" / "pug" / "more").mkdir(parents=True)
+    (folder / "cat.jpg").rename(folder / "classes" / "pug" / "cat.jpg")
+    (folder / "dog.jpg").rename(folder / "classes" / "pug" / "more" / "dog.jpg")
+    with pytest.warns(VitflowWarning, match="^1 image in .*pug/more/dog.jpg"):
+        assert set(by_name(open_dataset(folder / "classes"))) == {"cat.jpg"}
 
 
 @pytest.mark.parametrize("key", ["boxes", "boxes_xyxy"])

@@ -5,18 +5,19 @@ import hashlib
 import os
 import re
 import reprlib
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
-from vitflow.errors import ImageError, OptionError, VitflowError
+from vitflow.errors import ImageError, OptionError, VitflowError, VitflowWarning, printable
 from vitflow.evaluation.annotations import parse_mask, parse_truth, read_entries, read_labelled, read_labels
 from vitflow.evaluation.samples import Dataset, Labelled, Region, Sample
-from vitflow.files import find_images, is_file, is_folder, is_there
+from vitflow.files import find_images, is_file, is_folder, is_image_name, is_there
 from vitflow.folder.saved import is_inside
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
@@ -46,7 +47,8 @@ def open_dataset(
       images, pixels of value k have the class in its line k, and 255 is unknown.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), optionally with masks: one class per image.
     - A folder for each class, as for torchvision's ImageFolder: the folder's name is the class, or a class index.
-    - Any other folder: images without annotations. Pascal VOC's XML and YOLO's text files are not read.
+    - Any other folder: images without annotations. Pascal VOC's XML and YOLO's text files are not read, and images in
+      subfolders neither: a VitflowWarning counts them.
     - In Python any iterable or torch dataset: image files (with their masks), images, or pairs of an image and its
       truth. An image is a path, a PIL image or an array. The truth is a mask [height, width], boxes [objects,
       4], a class (index or name), or a dict with any of `masks`, `boxes`, `labels` (of the objects) and `label`.
@@ -104,7 +106,22 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
         return _open_annotated(files[0], path.name, folder)
     if not (paths := find_images(folder)):
         paths = next((find_images(folder / name) for name in _IMAGE_FOLDERS if is_folder(folder / name)), [])
-    return _images(path.name, paths, labels=path / "labels.csv") if paths else _by_class(folder)
+    dataset = _images(path.name, paths, labels=path / "labels.csv") if paths else _by_class(folder)
+    _warn_of_subfolders(folder, {file for sample in dataset.samples for file in sample.files})
+    return dataset
+
+
+def _warn_of_subfolders(root: Path, read: Set[Path]) -> None:
+    """Warn if folders below the one that is read have other images; masks and hidden files are not counted."""
+    below = (file for file in root.rglob("*") if file.parent != root and is_image_name(file.name) and file not in read)
+    parts = [file.relative_to(root).parts for file in below]
+    if left_out := [part for part in parts if "masks" not in part and not any(name.startswith(".") for name in part)]:
+        warnings.warn(
+            f"{len(left_out)} image{'s' if len(left_out) > 1 else ''} in subfolders left out, such as "
+            f"{printable('/'.join(left_out[0]))}: pass that folder instead, or a list of files in Python.",
+            VitflowWarning,
+            stacklevel=4,
+        )
 
 
 def _drawn(name: str, count: int, seed: int) -> Dataset:
