@@ -201,6 +201,16 @@ def test_limits_of_a_map_with_negative_values_lie_around_0():
     assert scale_range(rare) == (-0.7, 0.7)
 
 
+def test_a_map_that_is_not_signed_has_one_side():
+    grid = signed_grid()
+    assert scale_range(grid, signed=False) == (0, np.percentile(grid, 98))
+    assert scale_range(grid + 2, signed=False) == scale_range(grid + 2) == tuple(np.percentile(grid + 2, [2, 98]))
+    single = np.full((14, 14), -0.5)
+    single[7, 7] = 1.0  # the 98th percentile is below 0
+    assert scale_range(single, signed=False) == (0, 1)
+    assert scale_range(-np.abs(grid), signed=False, robust=False) == (-5, 5)  # nothing above 0
+
+
 def test_rounding_below_0_makes_no_two_sides():
     grid = random_grid(14, 14)
     grid[:3] = -1e-8

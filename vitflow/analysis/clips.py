@@ -28,6 +28,7 @@ from vitflow.images.videos import read_video, write_video
 from vitflow.methods.similarity import spearman
 from vitflow.models.videos import StackedFrames
 from vitflow.registry.choices import ChosenMethod, choose_methods
+from vitflow.registry.method_table import is_signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +97,7 @@ class Clip:
 
     def overlays(self, **options: Any) -> list[NDArray[np.uint8]]:
         """Draw `grid` over the frames with the same colours for the same values: uint8 RGB per frame."""
-        low, high = overlay.scale_range(self.grid)
+        low, high = overlay.scale_range(self.grid, signed=is_signed(self.frames[0].method))
         return [
             replace(frame, grid=grid).overlay(**{"vmin": low, "vmax": high, **options})
             for frame, grid in zip(self.frames, self.grid, strict=True)

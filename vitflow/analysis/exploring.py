@@ -80,7 +80,7 @@ def explore(
         model_note=explainer.model_info.note,
         call=call or _call(model, fit),
         methods={
-            method.name: {"title": method.title, "defaults": method.defaults, "published": method.published}
+            method.name: {name: getattr(method, name) for name in ("title", "defaults", "published", "signed")}
             for method in map(get_method, sorted(names))
         },
         max_size=max_size,

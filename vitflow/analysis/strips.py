@@ -15,7 +15,7 @@ from vitflow.images.figures import Band, Block, Cell, Column
 from vitflow.images.pen import Limits, Pen
 from vitflow.images.reading import image_name
 from vitflow.images.typesetting import readable
-from vitflow.registry.method_table import BASELINES
+from vitflow.registry.method_table import BASELINES, is_signed
 
 _Item = TypeVar("_Item")
 # Maps of each image.
@@ -61,7 +61,7 @@ class Strip:
 
     def cell(self, saliency: Saliency, limits: Limits | None = None) -> Cell:
         """Draw a map between these limits, by default its own, with the share in its highest patches."""
-        limits = limits or self.pen.limits(saliency.grid)
+        limits = limits or self.pen.limits(saliency.grid, signed=is_signed(saliency.method))
         self._drawn.append((saliency, limits))
         (low, high), unit = readable(*limits)
         details = [f"{low} to {high} {unit}".strip() if self._prints_limits else captions.top_share(saliency.grid)]
@@ -131,7 +131,11 @@ def draw_comparison(images: Images, strip: Strip) -> Figure:
     limits: list[Limits | None] = [None] * len(columns[0])
     if strip.same_scale:
         grids = [[each.grid.ravel() for maps in column for each in maps] for column in zip(*columns, strict=True)]
-        limits = [strip.pen.limits(np.concatenate(of_method)) for of_method in grids]
+        methods = [column[0].method for column in columns[0]]
+        limits = [
+            strip.pen.limits(np.concatenate(of_method), signed=is_signed(method))
+            for of_method, method in zip(grids, methods, strict=True)
+        ]
     every = range(len(columns[0]))
     several = [index for index in every if any(len(maps[index]) > 1 for maps in columns)]
     parts = sorted(filter(None, ([index for index in every if index not in several], several)))

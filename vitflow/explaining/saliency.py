@@ -20,7 +20,7 @@ from vitflow.images.geometry import Placement, Span
 from vitflow.images.pen import Mark, Pen, takes_drawing_options
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
-from vitflow.registry.method_table import Method, get_method
+from vitflow.registry.method_table import Method, get_method, is_signed
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.figure import Figure
@@ -149,6 +149,10 @@ class Saliency:
         """The map that figures show: `pixels` or, without them, `grid`."""
         return self.grid if self.pixels is None else self.pixels
 
+    def _limits(self, pen: Pen) -> tuple[float, float]:
+        """Return the values of the first and the last colour."""
+        return pen.limits(self.drawn, signed=is_signed(self.method))
+
     @takes_drawing_options
     def overlay(self, **drawing: Any) -> NDArray[np.uint8]:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
@@ -166,7 +170,7 @@ class Saliency:
         """
         pen = Pen(None, **drawing)
         marked = self.marked if self.region is not None or "detection" in self.facts else None
-        return pen.overlay(self.drawn, self.placement, self.image, pen.limits(self.drawn), marked)
+        return pen.overlay(self.drawn, self.placement, self.image, self._limits(pen), marked)
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
@@ -211,7 +215,7 @@ class Saliency:
         from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, written
 
         pen = Pen(width, **drawing)
-        limits = pen.limits(self.drawn)
+        limits = self._limits(pen)
         drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
         title = captions.method_title(self.definition, self.options)
         heads = [Column(title, captions.departures(self.definition, self.options))]

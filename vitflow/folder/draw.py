@@ -28,7 +28,7 @@ from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
-from vitflow.registry.method_table import get_method
+from vitflow.registry.method_table import get_method, is_signed
 
 # The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
@@ -175,7 +175,15 @@ def draw_run(
                     if label not in labels and label.rpartition("-top")[0] not in labels:
                         continue
                     placement = placement_of(row["placement"], label)
-                    saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
+                    saliency = Saliency(
+                        maps[label],
+                        placement,
+                        pixels,
+                        row["input"],
+                        settings["model"],
+                        settings["methods"].get(label, label),
+                        {},
+                    )
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
                         raise ShapeError(f"The overlay {path!r} would overwrite an input: choose another folder (-o).")
@@ -226,6 +234,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
 
     with open_run(output) as saved:
         run = saved.fingerprint
+        run = run | {"signed": {label: is_signed(str(name)) for label, name in run["methods"].items()}}
         counts, failures = Counter[str](), list[Row]()
         for row, _ in saved.with_maps():
             counts[row["status"]] += 1

@@ -226,7 +226,9 @@ def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: t
     (low, high), unit = readable(*limits)
     high, (lower, upper) = f"{high} {unit}".strip(), overlay.ROBUST_PERCENTILES
     note = f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high}."
-    if two_sides:
+    if not two_sides and limits[0] == 0 > grid.min():
+        note = f"The {upper:g}th percentile of the patches is {high}; values below 0 are transparent."
+    elif two_sides:
         note = f"The {upper:g}th percentile of the patches' absolute values is {high}; 0 is transparent."
     labels = low, high if limits[1] > limits[0] else ""
     if limits[1] > limits[0] and float((np.abs(grid) if two_sides else grid).max()) > limits[1] * (1 + 1e-6):

@@ -43,13 +43,19 @@ _ROUNDING = 1e-6
 
 
 def scale_range(
-    values: NDArray[np.floating[Any]], *, vmin: float | None = None, vmax: float | None = None, robust: bool = True
+    values: NDArray[np.floating[Any]],
+    *,
+    vmin: float | None = None,
+    vmax: float | None = None,
+    robust: bool = True,
+    signed: bool = True,
 ) -> tuple[float, float]:
     """Return the colour limits of a grid or a heatmap; NaN is ignored.
 
     With robust, the limits that are not given are the 2nd and the 98th percentile, as in seaborn, unless these are
     equal; else the extremes. A map with negative values gets limits symmetric about 0: the 98th percentile of its
-    absolute values, or the largest; one given limit sets the other. A constant map gives two equal limits.
+    absolute values, or the largest; one given limit sets the other. If it is not signed, its colours begin at 0 or
+    above. A constant map gives two equal limits.
 
     >>> scale_range(np.arange(101.0)), scale_range(np.arange(101.0), robust=False, vmin=-5)
     ((2.0, 98.0), (-5.0, 100.0))
@@ -63,29 +69,29 @@ def scale_range(
         if vmin > vmax:
             raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
         return float(vmin), float(vmax)
-    low, high = _default_range(values[np.isfinite(values)], robust)
-    signed = has_two_sides(low, high)
+    low, high = _default_range(values[np.isfinite(values)], robust, signed)
+    two_sides = has_two_sides(low, high)
     if vmin is not None:
-        low, high = float(vmin), -float(vmin) if signed and vmin < 0 else max(high, float(vmin))
+        low, high = float(vmin), -float(vmin) if two_sides and vmin < 0 else max(high, float(vmin))
     if vmax is not None:
-        low, high = -float(vmax) if signed and vmax > 0 else min(low, float(vmax)), float(vmax)
+        low, high = -float(vmax) if two_sides and vmax > 0 else min(low, float(vmax)), float(vmax)
     return low, high
 
 
-def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
+def _default_range(finite: NDArray[np.floating[Any]], robust: bool, signed: bool) -> tuple[float, float]:
     if not finite.size:
         return 0.0, 0.0
     low, high = float(finite.min()), float(finite.max())
     largest = max(abs(low), abs(high))
     if high - low <= _ROUNDING * largest:
         return low, low
-    if low < -_ROUNDING * largest:
+    if low < -_ROUNDING * largest and (signed or high <= 0):
         usual = float(np.percentile(np.abs(finite), ROBUST_PERCENTILES[1])) if robust else 0.0
         limit = usual or largest
         return -limit, limit
     if robust:
         lower, upper = (float(limit) for limit in np.percentile(finite, ROBUST_PERCENTILES))
-        if upper > lower:
+        if upper > max(lower, 0.0):
             low, high = lower, upper
     return max(low, 0.0), high
 

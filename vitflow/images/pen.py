@@ -94,9 +94,9 @@ class Pen:
         listed = " and ".join([", ".join(percents[:-1]), percents[-1]] if percents[1:] else percents)
         return f"Lines: around the highest values that make up {listed} % of the map's sum."
 
-    def limits(self, values: NDArray[np.floating[Any]]) -> Limits:
+    def limits(self, values: NDArray[np.floating[Any]], *, signed: bool = True) -> Limits:
         """Return the values of the first and the last colour, for one map or for several with a common scale."""
-        return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust)
+        return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust, signed=signed)
 
     def photograph(
         self, image: NDArray[np.uint8], placement: Placement | None = None, marked: Mark | None = None

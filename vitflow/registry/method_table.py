@@ -33,6 +33,7 @@ class Method:
             (output of block `layer`, or of every block), "predict" (further forward passes), "repeat" (the pass again,
             with gradients of its own).
         class_specific: whether the map depends on the target.
+        signed: whether the map is drawn around 0 if it has negative values, in red and blue.
         paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
@@ -49,6 +50,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     class_specific: bool = False
+    signed: bool = True
     paper: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
@@ -165,6 +167,11 @@ def get_method(name: str) -> Method:
         return method
     check_known("method", name, METHODS)
     return METHODS[name]
+
+
+def is_signed(name: str) -> bool:
+    """Return True if maps of this method are drawn around 0; also for methods that are not registered here."""
+    return name not in METHODS or METHODS[name].signed
 
 
 def list_methods() -> list[Method]:
@@ -329,6 +336,7 @@ register_method(
     question="Which patches have features similar to this patch or box?",
     defaults={"layer": -1, "patch": None, "box": None},
     needs={"tokens"},
+    signed=False,
     refine_stage="none",
     paper="as in Caron et al., DINO, ICCV 2021, and Amir et al., ECCV-W 2022",
 )

@@ -100,7 +100,7 @@ def make_explorer(
     methods: Mapping[str, Mapping[str, Any]],
     max_size: float,
 ) -> ExplorerPage:
-    """Make the page, with the "title", "defaults" and "published" options of each method.
+    """Make the page, with the "title", whether it is "signed", "defaults" and "published" options of each method.
 
     Data that does not fit into max_size megabytes is left out with a note: first single heads, then all fusions but
     one, which is stored in 8 bits if necessary.

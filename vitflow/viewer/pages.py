@@ -204,7 +204,8 @@ def write_report(
 
     Args:
         output: output folder of the run, which receives the pages.
-        run: settings of the run: "root", "model", "methods", "options", "drawing", …
+        run: settings of the run: "root", "model", "methods", "options", "drawing", …, and whether maps of each method
+            are "signed".
         images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
             reason as "no_photograph"; the "grids" of its maps; and their `placed_grids`.
         failures: rows of the first images that failed.
@@ -257,7 +258,10 @@ def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict
         "areas": row["areas"],
         "label": row["target"] or "",
         "probability": row["probability"],
-        "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},
+        "maps": {
+            name: _map(grid, run, run["signed"].get(name, True), row["facts"].get(name, {}) | record)
+            for name, grid in row["grids"].items()
+        },
         "overlays": {name: _link(path) for name, path in row["outputs"].items()},
     }
 
@@ -267,9 +271,9 @@ def _link(path: str) -> str:
     return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
 
 
-def _map(grid: NDArray[np.float32], run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _map(grid: NDArray[np.float32], run: Mapping[str, Any], signed: bool, facts: Mapping[str, Any]) -> dict[str, Any]:
     limits = {name: run["drawing"][name] for name in ("vmin", "vmax") if name in run["drawing"]}
-    low, high = scale_range(grid, **limits)
+    low, high = scale_range(grid, **limits, signed=signed)
     # Seven digits tell float32 values apart; more would make the page larger for nothing.
     return {
         "shape": list(grid.shape),

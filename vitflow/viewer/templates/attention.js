@@ -233,16 +233,16 @@ function less(first, second) {
   return own.map((value, k) => value - theirs[k]);
 }
 
-function limitsOf(values, [lower, upper]) {
+function limitsOf(values, [lower, upper], signed = true) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
   const largest = Math.max(Math.abs(low), Math.abs(high));
   if (high - low <= 1e-6 * largest) return { low, high: low };
-  if (low < -1e-6 * largest) {
+  if (low < -1e-6 * largest && (signed || high <= 0)) {
     const limit = percentile(values.map(Math.abs), upper) || largest;
     return { low: -limit, high: limit };
   }
   const robust = [percentile(values, lower), percentile(values, upper)];
-  if (robust[1] > robust[0]) [low, high] = robust;
+  if (robust[1] > Math.max(robust[0], 0)) [low, high] = robust;
   return { low: Math.max(low, 0), high };
 }

@@ -184,7 +184,7 @@ async function update() {
   const all = state.map === "similarity" ? Float64Array.from(maps.flatMap((map) => [...(map?.values ?? [])])) : null;
   shown.forEach((side, at) => {
     const map = maps[at];
-    if (map) Object.assign(map, limitsOf(all ?? map.values, percentiles));
+    if (map) Object.assign(map, limitsOf(all ?? map.values, percentiles, methods[state.map].signed));
     panels[side].map = map;
     showPanel(side, whys[at]);
   });
