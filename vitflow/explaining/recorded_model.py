@@ -24,7 +24,7 @@ from vitflow.explaining.maps import TargetedTrace
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import resolve_targets
 from vitflow.models.outputs import Outputs
-from vitflow.recording.attention_kinds import guessed_blocks
+from vitflow.recording.block_watch import known_blocks
 from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -35,13 +35,13 @@ from vitflow.registry.method_table import WITHOUT_AFFINITY
 class RecordedModel(ImageModel):
     """An image model that is explained by recorded passes. Base class of `Explainer`."""
 
-    _blocks: list[str] | None = None  # of the latest recorded pass
+    _refuses_cuts = False  # True if the model failed in a pass whose graph was cut after its blocks
     _unweighted = ""  # the latest reason why value weighting was switched off
 
     def with_model(self, model: nn.Module) -> Self:
         """Return this explainer with another module of the same architecture, such as a copy with random weights."""
         result = copy.copy(self)
-        result.model, result._blocks = model, None
+        result.model = model
         return result
 
     def record(self, image: ImageInput, **options: Any) -> Trace:
@@ -129,24 +129,25 @@ class RecordedModel(ImageModel):
         """Record one forward pass, with its readout if `reads`; a second one if the first has not recorded enough."""
         if not reads or options.get("readout") is not None:
             return self._recorded_pass(pixels, outputs, **options)
-        if self._blocks is None:
-            self._blocks = guessed_blocks(self.model)
         try:
-            trace = self._recorded_pass(pixels, outputs, cut=self._blocks, **options)
+            trace = self._recorded_pass(pixels, outputs, cut=self._cut, **options)
         except (VitflowError, torch.OutOfMemoryError):
             raise
         except Exception:  # a model may refuse gradients of its head in any way; then the readout is found separately
-            self._blocks = []
+            self._refuses_cuts = True
             trace = self._recorded_pass(pixels, outputs, **options)
         if trace.refusal is not None:
             return trace
-        if self._blocks:
-            self._blocks = list(dict.fromkeys(trace.blocks))
         multiplied = any(layer.multiplied for layer in trace.layers)
         if trace.discards_other_values() or (multiplied and trace.reads_several_blocks()):
             again = {"residual": 0.0, "discard_ratio": 0.0}
-            return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | again)
+            return self._recorded_pass(pixels, outputs, cut=self._cut, **options | again)
         return trace
+
+    @property
+    def _cut(self) -> Sequence[str]:
+        """Blocks after which the graph of a pass is cut."""
+        return () if self._refuses_cuts else known_blocks(self.model)
 
     def _recorded_pass(self, pixels: Tensor, outputs: Outputs, **options: Any) -> Trace:
         with torch.set_grad_enabled(torch.is_grad_enabled() or bool(options.get("cut"))):

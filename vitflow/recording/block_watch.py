@@ -283,13 +283,9 @@ class BlockWatch:
         return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
 
 
-def watch_of(model: nn.Module, cut: Sequence[str], gradients: bool) -> BlockWatch:
-    """Return the watch of the blocks where a model is cut, of those of its last pass, or of its lists of blocks."""
-    if cut:
-        return BlockWatch(model, cut, cut=True, gradients=gradients)
-    blocks = _blocks.get(model, ())
-    known = blocks and {path for path, _ in module_paths(model)}.issuperset(blocks)
-    return BlockWatch(model, blocks if known else block_paths(model) or guessed_blocks(model))
+def known_blocks(model: nn.Module) -> Sequence[str]:
+    """Return the blocks of the last pass of a model, else those that it lists, or a guess; a pass verifies them."""
+    return _blocks.get(model) or block_paths(model) or guessed_blocks(model)
 
 
 def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
-from vitflow.recording.block_watch import BlockWatch, watch_of
+from vitflow.recording.block_watch import BlockWatch, known_blocks
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, autocast_state, hooked, model_lock, refuse_checkpointing, uncompiled
 from vitflow.recording.layers import FusionKey, Reduction
@@ -187,7 +187,9 @@ class record_attention:
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
         if not self._within:  # blocks are known after a pass
-            self._watch = self._listening.watch = watch_of(self._model, self._cut, self._gradients)
+            blocks = self._cut or known_blocks(self._model)
+            self._watch = BlockWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
+            self._listening.watch = self._watch
         yield from self._watch.hooks()
 
     def _watch_modules(self) -> None:
