@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import cv2
@@ -29,13 +30,6 @@ class Bar:
 
     image: NDArray[np.uint8]
     labels: tuple[str, str] = ("low", "high")
-
-
-#: Names of the options of `Pen`.
-DRAWING_OPTIONS = (
-    *("alpha", "background", "cmap", "contours", "crop_to_seen", "dpi", "fade", "interpolation", "robust", "unseen"),
-    *("vmax", "vmin"),
-)
 
 
 class Pen:
@@ -68,7 +62,7 @@ class Pen:
         if width is None and dpi != DPI:
             raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
         for name in blending:
-            check_known("drawing option", name, DRAWING_OPTIONS)
+            check_known("drawing option", name, _options())
         background = blending.get("background", "grey")
         check_known("background", background, BACKGROUNDS)
         check_known("unseen", unseen, UNSEEN)
@@ -200,6 +194,14 @@ def _mark(drawn: NDArray[np.uint8], image: NDArray[np.uint8], marked: Mark | Non
     overlay.outline(drawn, inside.astype(np.bool_), max(1, round(min(height, width) / 200)))
 
 
+@cache
+def _options() -> dict[str, inspect.Parameter]:
+    """Return the drawing options: parameters of `Pen`, and of `overlay.blend` that it passes on."""
+    parameters = [one for of in (overlay.blend, Pen) for one in inspect.signature(of).parameters.values()]
+    others = {"width", "blending", "image", "heatmap", "soft", "mark_unseen"}
+    return {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in others}
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -207,9 +209,8 @@ def takes_drawing_options(function: _Function) -> _Function:
     """Add the drawing options of `**drawing` to the signature of a function."""
     signature = inspect.signature(function)
     *named, _ = signature.parameters.values()
-    parameters = [one for of in (overlay.blend, Pen) for one in inspect.signature(of).parameters.values()]
-    left_out = {*signature.parameters, "width", "blending", "image", "heatmap", "soft", "mark_unseen"}
-    left_out |= set() if "width" in signature.parameters else {"dpi"}  # an overlay has the pixels of its image
-    more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in left_out}
+    left_out = {*signature.parameters}
+    left_out |= set() if "width" in left_out else {"dpi"}  # an overlay has the pixels of its image
+    more = {name: option for name, option in _options().items() if name not in left_out}
     function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]
     return function

@@ -31,10 +31,9 @@ _OTHER = {
     "LiteMLA": "linear attention without a matrix between tokens",
     "EfficientAdditiveAttention": "additive attention without a matrix between tokens",
 }
-# The heads of transformers' SigLIP models, around torch's own MultiheadAttention.
-_SIGLIP_POOLING = ("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead")
-# Attention pooling modules of the head.
-_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d", *_SIGLIP_POOLING)
+# Attention pooling modules of the head; those of transformers' SigLIP models are around torch's MultiheadAttention.
+_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d")
+_POOLING += ("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead")
 # Modules whose only query is the class token, which is also the first key.
 _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 # The difference of two attention matrices.
