@@ -305,6 +305,8 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
         assert tab.evaluate("document.documentElement.scrollHeight") <= height
     else:  # the map comes first
         assert box["y"] < controls["y"] and tab.evaluate("document.documentElement.scrollWidth") <= width
+    arrow = tab.get_by_label("Method").first.locator("xpath=../*[contains(@class, 'icon-wrap')]").bounding_box()
+    assert controls["x"] + controls["width"] <= arrow["x"]  # long names end before the arrow
     figure.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.5})
     tab.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
     tab.get_by_text("Download").first.click()

@@ -81,7 +81,7 @@ def test_several_classes_make_a_strip_of_one_map_each(here, images):
     given, classes = ["explain", images[0], "--model", "demo", "--method", "gae", "--class", "top3"], {1, 2, 7}
     code, out, err = here(*given, "--save-map", "-o", "maps/")
     strip, *maps = out.splitlines()
-    assert code == 0 and strip == str(Path("maps") / f"{images[0].stem}-gae.png"), err
+    assert code == 0 and strip == str(Path("maps") / f"{images[0].stem}-gae-top3.png"), err
     assert {int(Path(file).stem.rpartition("-")[2]) for file in maps} == classes
     assert all(f"({number}), " in err for number in classes)
     code, out, _ = here(*given, "--same-scale", "--json", "-o", "strip.svg")
@@ -91,6 +91,15 @@ def test_several_classes_make_a_strip_of_one_map_each(here, images):
     assert "common to all maps of a method" in " ".join(words)
     code, out, err = here(*given, "-o", "strip.webp")
     assert (code, out) == (2, "") and "ends in .png, .pdf, .svg" in err
+
+
+def test_maps_of_different_classes_are_different_files(here, images):
+    written = [
+        here("explain", images[0], "--model", "demo", *requested)[1].strip()
+        for requested in ((), ("--class", "yellow star"), ("--class", 2, "--against", "orange disc"))
+    ]
+    ends = ["rollout", "gae-yellow-star", "gae-2-against-orange-disc"]
+    assert written == [f"{images[0].stem}-{end}.png" for end in ends]
 
 
 @pytest.mark.parametrize(("requested", "method"), [([], "rollout"), (["--class", "0", "--against", "1"], "gae")])

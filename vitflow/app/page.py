@@ -33,6 +33,7 @@ _CSS = """
 .gradio-container > main { padding-top: 8px }
 .gallery-item, .gallery-item :is(img, .container) { max-width: 60px; max-height: 60px }
 .result img { max-height: calc(100vh - 300px); object-fit: contain }
+.secondary-wrap input { margin-right: 2.4em; text-overflow: ellipsis }
 .says { font-size: 1.2em }
 .messages p { margin: 0; padding: .5em .75em; white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid }
 .messages .note { border-color: #2b5fb3 }

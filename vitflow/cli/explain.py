@@ -1,5 +1,6 @@
 """`vitflow explain`: one method over one or several images."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,9 @@ from vitflow.files import in_file_name
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
 from vitflow.registry.choices import choose_methods
 
+# Characters of the ending of a default file name, which contains the requested classes.
+_LONGEST_ENDING = 100
+
 
 @click.command(short_help="Draw one method's saliency map over images.", panel="Images")
 @shared.images_argument
@@ -37,7 +41,7 @@ from vitflow.registry.choices import choose_methods
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
-@shared.output_option(help="File for one image, folder for several.  [default: here]")
+@shared.output_option(help="File for one image, folder for several.  [default: IMAGE-METHOD-CLASS.png here]")
 @shared.option("", "--figure", bool, "Write a figure with method, target and colour bar; also .pdf or .svg.")
 @shared.option("", "--save-map", bool, "Also write the unscaled map as .npz.")
 @shared.option("", "--blank", bool, "Also report the score of the image replaced by its mean colour.")
@@ -71,7 +75,10 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
     if given["blank"] and (strip or given["against"] or given["box"]):
         raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
-    outputs = _output_paths(images, given["output"], in_file_name(given["method"]), suffixes)
+    # maps of different classes must not overwrite each other
+    targets = [*given["targets"], *(["against", given["against"]] if given["against"] else [])]
+    kind = re.sub(r"[^\w.-]+", "-", "-".join(map(str, [in_file_name(given["method"]), *targets])))[:_LONGEST_ENDING]
+    outputs = _output_paths(images, given["output"], kind, suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
