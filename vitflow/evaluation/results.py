@@ -211,8 +211,7 @@ def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
     # A panel is as wide as the longest title, which the layout does not consider.
     panel = max(_PANEL, *(_TITLE_PAD + measure(_titled(metric), TITLE) for metric in metrics))
     figure = new_chart((label_width(labels) + panel * len(metrics), _AROUND + _ROW * len(labels)))
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.set(w_pad=_PAD)  # type: ignore[call-arg]
+    figure.set_layout_engine("constrained", w_pad=_PAD)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(plots, metrics, strict=True):
         _draw_panel(axes, metric, [row for row in tables.table(metric.name) if row.method in methods])

@@ -275,8 +275,7 @@ def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
         figure.supxlabel("\n".join(foot), x=left, ha="left", **plain(SMALL) | {"color": GREY})
     more = (len(head) * TITLE + len(foot) * SMALL) * LEADING + MARGIN * (bool(head) + bool(foot))
     figure.set_size_inches(width, height + more)
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.set(w_pad=MARGIN / 2, h_pad=MARGIN / 2, wspace=0, hspace=0)  # type: ignore[call-arg]
+    figure.set_layout_engine("constrained", w_pad=MARGIN / 2, h_pad=MARGIN / 2, wspace=0, hspace=0)
     return settled(figure)
 
 
