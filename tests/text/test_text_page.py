@@ -14,7 +14,7 @@ from tests.text.test_images import ANSWER, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
 from tests.viewer.waiting import until, watched
 from vitflow.text import Generation, Reading, Words, explain_generation, explain_text
-from vitflow.text.view import TextRow
+from vitflow.text.page import TextRow
 
 NEW = 6
 HOSTILE = "</script><script>alert(1)</script>"

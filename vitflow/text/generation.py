@@ -20,8 +20,9 @@ from vitflow.methods.fusion import check_layer
 from vitflow.registry.method_table import Method
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
+from vitflow.text.page import TextPage, TextRow
 from vitflow.text.prompts import PromptImages
-from vitflow.text.view import ShadedText, TextPage, TextRow
+from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, PATCHES, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 

@@ -26,8 +26,9 @@ from vitflow.text.graph import MOST_LAYERS, MOST_TOKENS, GraphView, attention_gr
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
+from vitflow.text.page import TextPage, TextRow
 from vitflow.text.rows import TextResult, array_of, explain_rows
-from vitflow.text.view import ShadedText, TextPage, TextRow
+from vitflow.text.view import ShadedText
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
