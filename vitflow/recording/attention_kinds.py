@@ -32,8 +32,10 @@ _OTHER = {
     "EfficientAdditiveAttention": "additive attention without a matrix between tokens",
 }
 # Attention pooling modules of the head; those of transformers' SigLIP models are around torch's MultiheadAttention.
-_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d")
-_POOLING += ("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead")
+_POOLING = (
+    *("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d"),
+    *("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead"),
+)
 # Modules whose only query is the class token, which is also the first key.
 _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 # The difference of two attention matrices.
