@@ -234,7 +234,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
 
     with open_run(output) as saved:
         run = saved.fingerprint
-        run = run | {"signed": {label: is_signed(str(name)) for label, name in run["methods"].items()}}
+        run = {**run, "signed": {label: is_signed(str(name)) for label, name in run["methods"].items()}}
         counts, failures = Counter[str](), list[Row]()
         for row, _ in saved.with_maps():
             counts[row["status"]] += 1
