@@ -300,6 +300,54 @@ def test_features_of_a_stem_are_at_their_places_although_tokens_move_between_lay
             trace.check_order(path)
 
 
+def pruned(x: Tensor) -> Tensor:
+    chosen = x[:, PREFIX:].norm(dim=-1).topk(9, 1).indices
+    return torch.cat([x[:, :PREFIX], x[:, PREFIX:].gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))], 1)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_tokens_that_are_pruned_from_some_images_alone_are_refused_although_a_grid_fits_them(first):
+    """Noise, on which places are measured, has all of its patches; nine of a light image would be 3 × 3."""
+    light, dark = ([image // 8 + np.uint8(level) for image in images()] for level in (220, 10))
+
+    def function(model: Between, x: Tensor, index: int) -> Tensor:
+        return pruned(x) if index == first and kept[0].mean() > 0.5 else x
+
+    model, kept = Between(function), []
+    model.register_forward_pre_hook(lambda module, args: kept.insert(0, args[0]))
+    explainer = Explainer(model, data_config=CONFIG)
+    for method in ("rollout", "gae", "gradcam", "similarity"):
+        assert explainer.explain(dark[0], method=method, target=1).grid.shape == (4, 4)
+        with pytest.raises(UnsupportedModelError, match=f"number of tokens at vit.blocks.{first} with the image"):
+            explainer.explain(light[0], method=method, target=1)
+    grid = explainer.explain(light[0], method="gradcam", layer=1, target=1).grid
+    pixels = explainer.pixels(light[0]).requires_grad_()
+    expected = torch.autograd.grad(model(pixels)[0, 1], pixels)[0][0].abs().sum(0)
+    actual = explainer.explain(light[0], method="input_gradient", target=1).grid
+    np.testing.assert_allclose(actual, expected.unflatten(0, (4, 16)).unflatten(2, (4, 16)).sum((1, 3)), rtol=1e-4)
+    assert grid.shape == (4, 4)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_blocks_without_anything_called_attention_are_compared_before_any_rollout(listed):
+    def block(self: nn.Module, x: Tensor) -> Tensor:
+        return x + nn.functional.scaled_dot_product_attention(*self.qkv(self.norm1(x)).chunk(3, -1))
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        parts = self.parts if listed else [self.a, self.b, self.c]
+        return self.head(parts[2](sorted_by_size(parts[1](parts[0](x)))).mean(1))
+
+    torch.manual_seed(0)
+    parts = [Custom(block, norm1=nn.LayerNorm(24), qkv=nn.Linear(24, 72)) for _ in range(3)]
+    named = {"parts": nn.ModuleList(parts)} if listed else dict(zip("abc", parts, strict=True))
+    model = Custom(forward, stem=nn.Conv2d(3, 24, 16, 16), head=nn.Linear(24, 5), **named).eval()
+    explainer = Explainer(model, data_config=CONFIG)
+    with pytest.raises(UnsupportedModelError, match="reorders"):
+        explainer.explain(images()[0], method="similarity")
+    assert explainer.explain(images()[0], method="similarity", layer=1).grid.shape == (4, 4)
+
+
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_first):
     def rearranged(function):

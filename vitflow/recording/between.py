@@ -5,6 +5,7 @@ gradients are those of the recorded pass if the outputs of its blocks are leaves
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OTHER_METHODS
+from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import possible_layouts
+from vitflow.models.anatomy import possible_layouts, read_layout
 from vitflow.models.blocks import block_paths_of
 from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, is_nonzero, remember_blocks
 from vitflow.recording.experiment import Call
@@ -107,10 +108,10 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     return None
 
 
-def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tuple[str, int] | None:
+def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tuple[str, int | None] | None:
     """Return why the tokens of upper blocks are not at their places, and the number of calls of blocks below; or None.
 
-    The number is 0 if gradients are not those of the output.
+    The number is None if gradients are not those of the output.
     """
 
     def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
@@ -121,7 +122,7 @@ def find_moved(call: Call, watch: BlockWatch, layout: TokenLayout | None) -> tup
     try:
         _passages(call, watch, layouts_of)
     except _Lost as error:
-        below = watch.calls.index(error.above) if error.above else 0
+        below = watch.calls.index(error.above) if error.above else None
         return error.refusal(call, "its tokens are not at their places above"), below
     return None
 
@@ -135,6 +136,7 @@ def _passages(
     """
     if (places := watch.written()) is not None:
         raise _Lost(f"changes its tokens between {' and '.join(places)} without autograd")
+    _check_sizes(call, watch)
     ends = {index: (each.below, each.above) for index, each in watch.changed.items()}
     key, once = (_passages, tuple(ends.items())), all(set(inner).intersection(each) for each in ends.values())
     if not ends or (once and call.cache.get(key) is False):  # no token was replaced
@@ -152,6 +154,33 @@ def _passages(
             verified.append({index: (each.constants, each.mixed) for index, each in passages.items()})
     call.cache[key] = any(bool(passage.lost.any()) for passage in passages.values())
     return watch.calls, passages
+
+
+def _check_sizes(call: Call, watch: BlockWatch) -> None:
+    """Raise _Lost if a block has another number of tokens than for noise, on which places are measured.
+
+    Blocks that all have the tokens that the model declares are not tried.
+    """
+    if len({size for _, size in watch.sizes}) == 1:
+        with suppress(UnsupportedModelError):
+            if read_layout(call.model, call.size, None).num_tokens == watch.num_tokens(watch.blocks):
+                return
+
+    def on_noise() -> list[tuple[str, int]]:
+        trial = BlockWatch(call.model, watch.blocks)
+        with suppress(Exception), call.experiment(trial.hooks()):  # the model may reject noise
+            call(trial.begin(call.noise(images)))
+        return trial.sizes
+
+    changed = ""
+    for images in dict.fromkeys((1, len(call.pixels))):  # what is not of images is the same for one and for several
+        sizes = call.cached((_check_sizes, watch.blocks, images, tuple(call.pixels.shape[1:])), on_noise)
+        usual = {(path, size * len(call.pixels) // images) for path, size in sizes}
+        tried = {path for path, _ in usual}
+        changed = next((path for path, size in watch.sizes if path in tried and (path, size) not in usual), "")
+        if not changed:
+            return
+    raise _Lost(f"changes its number of tokens at {changed} with the image", changed)
 
 
 def blocks_of(call: Call, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.blocks import block_paths
+from vitflow.models.blocks import block_norms, block_of, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.models.parts import module_paths
 from vitflow.recording.attention_kinds import guessed_blocks, is_pooling, may_attend
@@ -138,6 +138,7 @@ class BlockWatch:
         seen: the head inputs of the pass.
         calls: paths of the compared blocks that ran, in order.
         changed: where tokens change, by the index of the call of the block above.
+        sizes: how many numbers each compared block got and returned, with its path, in order.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class BlockWatch:
         self.seen: list[HeadInput] = []
         self.calls: list[str] = []
         self.changed: dict[int, Boundary] = {}
+        self.sizes: list[tuple[str, int]] = []
         self._entered: dict[str, Tensor | None] = {}
         self._last: _Output | None = None
         self._samples: list[tuple[str, str, Tensor, Tensor]] = []  # of tensors that should be the same
@@ -220,8 +222,9 @@ class BlockWatch:
         return HeadGraph(self.image, runs, later)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
+        self._entered[path] = entered = tokens_of(args or kwargs.get("hidden_states"))
         if path in self.blocks:
+            self.sizes += [] if entered is None else [(path, entered.numel())]
             last, self._last = self._last, None
             self.calls.append(path)
             if last is not None and last.tokens.numel():
@@ -276,6 +279,7 @@ class BlockWatch:
         elif tokens is not None and tokens.requires_grad:
             self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
         if path in self.blocks:
+            self.sizes += [] if tokens is None else [(path, tokens.numel())]
             kept = None if self._shifts is None or passed_on is None else passed_on.detach().clone()
             self._last = (
                 None if passed_on is None else _Output(path, passed_on, _version(passed_on), _sample(passed_on), kept)
@@ -285,7 +289,15 @@ class BlockWatch:
 
 def known_blocks(model: nn.Module) -> Sequence[str]:
     """Return the blocks of the last pass of a model, else those that it lists, or a guess; a pass verifies them."""
-    return _blocks.get(model) or block_paths(model) or guessed_blocks(model)
+    return _blocks.get(model) or block_paths(model) or guessed_blocks(model) or _blocks_of_norms(model)
+
+
+def _blocks_of_norms(model: nn.Module) -> list[str]:
+    """Return the modules that contain the norms of tokens that Grad-CAM uses; empty for models with batch norms."""
+    kinds = ((path, type(model.get_submodule(path)).__name__.lower()) for path in block_norms(model))
+    norms = [path for path, kind in kinds if "layernorm" in kind or "rmsnorm" in kind]
+    blocks = (block_of(norm) if block_of(norm) != norm else norm.rpartition(".")[0] for norm in norms)
+    return list(dict.fromkeys(filter(None, blocks)))
 
 
 def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ class Trace(RecordedHead):
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
-    _moved: list[tuple[str, int] | None] = field(default_factory=list)
+    _moved: list[tuple[str, int | None] | None] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
@@ -106,9 +106,9 @@ class Trace(RecordedHead):
                 moved = find_moved(call, self.watch, self.known_layout)
             self._moved.append(moved)
         [moved] = self._moved
-        if moved is None or (path is None and moved[1]):
+        if moved is None or (path is None and moved[1] is not None):
             return
-        reason, below = moved
+        reason, below = moved[0], moved[1] or 0
         inside = self.watch is not None and any(
             f"{path}.".startswith(f"{block}.") for block in self.watch.calls[:below]
         )
