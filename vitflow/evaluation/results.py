@@ -1,6 +1,5 @@
 """`Evaluation`: the result of `evaluate`, with export to Markdown, JSON, CSV, pandas, charts and an HTML page."""
 
-import base64
 import csv
 import io
 import json
@@ -42,7 +41,7 @@ from vitflow.images.typesetting import (
     style_axes,
     wrap,
 )
-from vitflow.viewer.pages import Page, make_html
+from vitflow.viewer.pages import Page, data_uri, make_html
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
 _ROW, _PANEL, _AROUND, _PAD, _TITLE_PAD = 0.19, 1.45, 0.55, 0.08, 0.3
@@ -186,9 +185,8 @@ def _write(path: Path, text: str) -> None:
 
 def _image(figure: Figure, suffix: str) -> dict[str, Any]:
     """Return a figure as a data URI, and its width on the page."""
-    content = base64.b64encode(figure_bytes(figure, f".{suffix}")).decode()
     kind = {"svg": "svg+xml", "png": "png"}[suffix]
-    return {"data": f"data:image/{kind};base64,{content}", "width": round(_PIXELS * figure.get_figwidth())}
+    return {"data": data_uri(figure_bytes(figure, f".{suffix}"), kind), "width": round(_PIXELS * figure.get_figwidth())}
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------

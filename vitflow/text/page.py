@@ -1,6 +1,5 @@
 """The interactive page of a text: its tokens, and the attributions of the words that can be selected."""
 
-import base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -16,7 +15,7 @@ from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
 from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, VERDICTS, Words, hide, labels_of
-from vitflow.viewer.pages import Page, color_tables, drawing_of, make_html, pack_half
+from vitflow.viewer.pages import Page, color_tables, data_uri, drawing_of, make_html, pack_half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,5 +112,5 @@ def _token_records(words: Words, stop_words: Iterable[str], patches: Collection[
 
 def _record_of(figure: Figure, text: str) -> dict[str, Any]:
     """Return a figure for the template, with its width in pixels and its description."""
-    image = f"data:image/png;base64,{base64.b64encode(figure_bytes(figure, '.png')).decode()}"
+    image = data_uri(figure_bytes(figure, ".png"), "png")
     return {"image": image, "width": round(96 * figure.get_size_inches()[0]), "text": text}

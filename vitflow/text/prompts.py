@@ -1,6 +1,5 @@
 """Prompts of vision–language models: their images or video, the positions of the patch tokens, and maps over them."""
 
-import base64
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from vitflow.recording.recorder import record_attention
 from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
 from vitflow.text.languages import load_processor
 from vitflow.text.words import Words, words_of
-from vitflow.viewer.pages import pack_half, thumbnail
+from vitflow.viewer.pages import data_uri, pack_half, thumbnail
 
 _PAGE_SIZE = 768  # longer side of an image on a page, in pixels
 #: Default prompt for an image; for a video, with "video".
@@ -130,11 +129,10 @@ class PromptImages:
                 grid, placement, facts = self.map_of(rows[row, :, layer], total, indices)
                 on_grid = float(grid.sum())
                 maps.append(grid * (facts["on_image"] / on_grid if on_grid else 0.0))
-            encoded = base64.b64encode(thumbnail(image, _PAGE_SIZE)).decode()
             records.append(
                 {
                     "name": printable(PurePath(self.sources[index]).name, lines=True),
-                    "image": f"data:image/jpeg;base64,{encoded}",
+                    "image": data_uri(thumbnail(image, _PAGE_SIZE)),
                     "size": [image.shape[1], image.shape[0]],
                     "window": placement.window,
                     "grid": maps[0].shape,

@@ -1,6 +1,5 @@
 """The explorer: a page that contains recorded attention and computes maps from it in the browser."""
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from vitflow.viewer.pages import (
     Packed,
     Page,
     color_tables,
+    data_uri,
     drawing_of,
     make_html,
     pack_directions,
@@ -185,11 +185,10 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
 
 def _record(image: ExploredImage) -> dict[str, Any]:
     """Return an image for JSON, without packed data."""
-    photograph = base64.b64encode(thumbnail(image.image, _PHOTOGRAPH)).decode()
     layout = image.layout
     return {
         "name": printable(Path(image.name).name, lines=True),
-        "image": f"data:image/jpeg;base64,{photograph}",
+        "image": data_uri(thumbnail(image.image, _PHOTOGRAPH)),
         "size": [image.image.shape[1], image.image.shape[0]],
         "grid": None if layout is None else [layout.rows, layout.cols],
         "prefix": 0 if layout is None else layout.num_prefix_tokens,

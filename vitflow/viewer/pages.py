@@ -89,6 +89,11 @@ def _source(name: str) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
+def data_uri(image: bytes, kind: str = "jpeg") -> str:
+    """Return the content of an image file as a data URI."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
 Floats = NDArray[np.floating[Any]]
 
 # Values below the largest of their group times this are stored as 0 in 8 bits.
@@ -252,7 +257,7 @@ def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict
     return {
         "name": printable(row["input"], lines=True),
         "link": _link(os.path.relpath(source, output)),
-        "image": photograph and f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}",
+        "image": photograph and data_uri(photograph),
         "size": [row["width"], row["height"]],
         "window": row["window"],
         "areas": row["areas"],
