@@ -12,7 +12,7 @@ from torch import nn
 import vitflow
 from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
-from tests.small import photo
+from tests.small import DATA, custom_model, photo
 from vitflow import Explainer
 from vitflow.analysis.layers import _coloured
 from vitflow.cli import cli
@@ -237,3 +237,27 @@ def test_the_command_line_shows_features(tmp_path):
     assert reported[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
     done = CliRunner().invoke(cli, [*words, "--alpha", "0.5", "--interpolation", "nearest", "-o", f"{tmp_path}/"])
     assert done.stdout.strip().endswith("-and-1-more-features.png")
+
+
+class Delegating(nn.Module):
+    """A wrapper that has the attributes of the model inside, as those of peft."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.base_model(images)
+
+
+@pytest.mark.parametrize("method", ["gradcam", "legrad", "similarity", "frozen_gradient", "rollout"])
+def test_a_wrapper_with_the_attributes_of_its_model_has_its_maps(method):
+    models = [Delegating(custom_model()), custom_model()]
+    wrapped, expected = (Explainer(m.eval(), data_config=DATA).explain(photo(32, 32), method=method) for m in models)
+    np.testing.assert_allclose(wrapped.grid, expected.grid, rtol=1e-5, atol=1e-7)

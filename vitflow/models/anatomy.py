@@ -32,8 +32,9 @@ def transformer_of(model: nn.Module) -> nn.Module:
 
 def patch_embed_of(module: nn.Module) -> Any:
     """Return the patch embedding of a model of timm, which NaFlex calls `embeds`, or None."""
-    embed = getattr(module, "embeds", None)
-    return getattr(module, "patch_embed", embed if hasattr(embed, "dynamic_feat_size") else None)
+    inside = module._modules  # not its attributes, which wrappers such as those of peft pass on from the model inside
+    embed = inside.get("embeds")
+    return inside.get("patch_embed", embed if hasattr(embed, "dynamic_feat_size") else None)
 
 
 def class_tokens(transformer: Any) -> int:
