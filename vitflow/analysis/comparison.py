@@ -187,6 +187,11 @@ class Comparison(FigureResult):
 
     Attributes:
         images: for each image its maps, in the order of methods and, for class-specific methods, classes.
+
+    >>> from vitflow.demo import sample_images
+    >>> comparison = compare(sample_images()[0], model="demo", methods=["rollout", "gae"])
+    >>> [saliency.method for saliency in comparison.images[0]]
+    ['rollout', 'gae']
     """
 
     images: tuple[tuple[Saliency, ...], ...]

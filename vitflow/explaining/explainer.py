@@ -120,6 +120,12 @@ class Explainer(RecordedModel):
 
     Raises:
         VitflowError: the model cannot be loaded, or an option is invalid.
+
+    >>> from vitflow.demo import sample_images
+    >>> explainer = Explainer("demo")
+    >>> saliency = explainer.explain(sample_images()[0], target="orange disc")
+    >>> saliency.method, saliency.grid.shape, len(explainer.explain_batch(sample_images()[:2], method="rollout"))
+    ('gae', (12, 12), 2)
     """
 
     @classmethod

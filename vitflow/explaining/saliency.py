@@ -71,6 +71,12 @@ class Saliency:
         detection: box, probability and query of a detection; also requested and iou if a box was given.
         region: kind (of), mean_logit and pixels of a region.
         on_image, on_first_patch, on_edges, on_video, layer: of a generated word, see `Generation.image` and `clip`.
+
+    >>> from vitflow import explain
+    >>> from vitflow.demo import sample_images
+    >>> saliency = explain(sample_images()[0], model="demo", method="gae")
+    >>> saliency.grid.shape, saliency.heatmap.shape, saliency.overlay().shape, saliency.label
+    ((12, 12), (320, 320), (320, 320, 3), 'orange disc')
     """
 
     grid: NDArray[np.float32]

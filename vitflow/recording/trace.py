@@ -28,6 +28,9 @@ from vitflow.recording.recorded_head import RecordedHead
 class Trace(RecordedHead):
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
+    `attentions` is the attention of each layer, first layer first, [batch, heads, tokens, tokens]; the example of
+    `record_attention` makes one.
+
     Attributes:
         layout: prefix tokens and patch grid of this pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.

@@ -152,6 +152,15 @@ def register_method(
 
     Raises:
         OptionError: the name is taken, or `needs` contains an unknown name.
+
+    >>> from vitflow import demo, explain
+    >>> def last_mean(trace):
+    ...     attention = trace.heads(value_weighted=False)[-1].detach().mean(dim=1)  # [batch, tokens, tokens]
+    ...     return trace.layout.to_grid((trace.readout.unsqueeze(1) @ attention).squeeze(1))
+    >>> method = register_method("last_mean", last_mean, needs={"heads"})
+    >>> explain(demo.sample_images()[0], model="demo", method="last_mean").grid.shape
+    (12, 12)
+    >>> del METHODS["last_mean"]  # for this example only
     """
     method = Method(name, function, **fields) if isinstance(name, str) else name
     if method.name in METHODS and not replace:

@@ -237,7 +237,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "random_seed",
             int,
-            "Seed of the random map, or of the masks; in Python also a torch.Generator, which it is drawn from.",
+            "Seed of the random map, or of the masks; in Python also a torch.Generator.",
             metavar="N≥0",
         ),
         Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
@@ -277,7 +277,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "affinity",
             "choice",
-            "Similarity of patches for --refine: their attention, their keys, or both.",
+            "Similarity of patches for the refinement: their attention, their keys, or both.",
             ("attention", "keys", "both"),
             scope="refinement",
             default="attention",
