@@ -24,7 +24,7 @@ from tests.pairs import save_siglip
 from vitflow.app import serve
 from vitflow.cli import cli
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError
+from vitflow.errors import ModelError, OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = sample_images()[0]
@@ -361,6 +361,9 @@ def test_what_cannot_be_served_is_reported(page):
         with pytest.raises(OptionError, match=words):
             serve(models, **given)
         gc.collect()
+    for unknown in ("vit_tny_patch16_224", "nowhere/mine.pth"):
+        with pytest.raises(ModelError, match="Unknown model|no such file"):
+            serve(["demo", unknown])
 
 
 def test_without_gradio_it_says_what_to_install(monkeypatch):

@@ -55,7 +55,7 @@ def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
     result = invoke(folder, "--model", "demo", *SHORT, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "| gae |" in result.stdout
-    assert "error: ImageError: Expected '1.png' to be an image" in result.stderr
+    assert "error: Expected '1.png' to be an image" in result.stderr
     assert "1 image failed" in result.stderr
     assert (tmp_path / "out" / "report.html").is_file() and "report: " in result.stderr
     assert "--overwrite" in invoke(folder, "--model", "demo", "--method", "centre", "-o", tmp_path / "out").stderr

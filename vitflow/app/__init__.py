@@ -42,6 +42,7 @@ def serve(
 
     Raises:
         OptionError: Gradio is not installed, no model is named, or the port is taken.
+        ModelError: a model for images is unknown.
     """
     if not models:
         raise OptionError("Expected at least one model for photographs, got none.")

@@ -125,8 +125,8 @@ def images_bar() -> Iterator[Any]:
             name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
             if state.row["status"] == "failed":
-                error = f"{state.row['error']}: {state.row['message']}"
-                bar.write(f"error: {error if name in error else f'{name}: {error}'}", file=sys.stderr)
+                kind, message = state.row["error"], printable(state.row["message"])
+                bar.write(f"error: {message if name in message else f'{name}: {kind}: {message}'}", file=sys.stderr)
         if not announced and (state.seconds or 0.0) > _LONG:
             announced = True
             bar.write(f"note: about {state.seconds / 60:.0f} min in all, from the first image", file=sys.stderr)

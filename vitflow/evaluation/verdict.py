@@ -72,7 +72,8 @@ def _listed(words: Sequence[str]) -> str:
 def notes_on(tables: Tables) -> list[str]:
     """Return notes on data, targets, replacement, controls, grids and sanity checks."""
     images, settings = tables.images, tables.settings
-    count, failed = len(images), len(tables.failures)
+    count, failed, read = len(images), len(tables.failures), len(tables.records)
+    kind = tables.kind if read > 1 else tables.kind.replace("images", "image", 1)
     measured = f"{count} measured, {failed} failed" if failed else "all measured"
     labelled = sum(image["target_source"] == "label" for image in images)
     target = "the labelled class" if labelled else "the predicted class"
@@ -84,7 +85,7 @@ def notes_on(tables: Tables) -> list[str]:
     elif not labelled and "class" in tables.kind:
         target += ", because no label is a class of the model: pass its class names"
     notes = [
-        f"{len(tables.records)} {tables.kind}, {measured}. Tables show means over images ± standard error.",
+        f"{read} {kind}, {measured}. Tables show means over images ± standard error.",
         f"Class-specific methods explain {target}.",
     ]
     if turned := sum(image.get("turned", False) for image in images):

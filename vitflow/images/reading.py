@@ -249,7 +249,7 @@ def _kind_of(source: Any) -> str:
         if start[4:8] == b"ftyp" and start[8:12] in _HEIF_BRANDS and "HEIF" not in Image.OPEN:
             return f"a HEIC file, which requires pillow-heif: pip install 'vitflow[heic]'. {convert}"
         if start[:4] not in TiffImagePlugin.PREFIXES:
-            return f"an empty or another file. {convert}"
+            return f"an empty file, or one of another type. {convert}"
         file.seek(0)
         with suppress(Exception):  # a malformed file
             tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if start[2] == 43 or start[3] == 43 else 8))

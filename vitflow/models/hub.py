@@ -39,10 +39,8 @@ _RESPONDED: ContextVar[bool] = ContextVar("responded", default=False)
 def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
     """Call `timm.create_model`, with errors that name the remedy; parameters have no values unless `pretrained`."""
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
-    if not local and not online and not timm.is_model(name):
-        if name.endswith(_WEIGHTS) or name.startswith((".", "/", "~")):
-            raise ModelError(f"Expected a weights file or a folder at {name!r}, but there is no such file.")
-        raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
+    if not local and not online:
+        check_name(name)
     try:
         initial = nullcontext() if pretrained else SkippedInitialisers()
         with quiet_hub(requested=online or (pretrained and not local)), initial:
@@ -67,6 +65,14 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
             f"{name!r} cannot be built with these options ({reason}). Expected options of timm.create_model that fit "
             f"its weights: leave out the others, or pass {_FILE}."
         ) from error
+
+
+def check_name(name: str) -> None:
+    """Raise ModelError for the name of a model that timm does not have."""
+    if not timm.is_model(name):
+        if name.endswith(_WEIGHTS) or name.startswith((".", "/", "~")):
+            raise ModelError(f"Expected a weights file or a folder at {name!r}, but there is no such file.")
+        raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
 
 
 def _similar(name: str) -> str:

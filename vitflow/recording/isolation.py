@@ -95,7 +95,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        expected = "cpu, cuda, cuda:1, mps or another name of torch.device"
+        expected = "cpu, cuda, cuda:1 or another name of torch.device"
         raise OptionError(f"Unknown device {device!r}: expected {expected}.") from error
     try:
         if device.type in _UNUSABLE:
@@ -104,7 +104,9 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
             with model_lock(model):
                 model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise OptionError(
+            f"The device {str(device)!r} cannot be used, use cpu instead: {str(error).splitlines()[0]}"
+        ) from error
     return device
 
 
