@@ -110,6 +110,8 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
     assert one.method == "rollout"
     with pytest.raises(OptionError, match=r"Unknown option 'against': use target=vitflow\.Contrast"):
         explaining.explain(image, target=1, against=2)
+    with pytest.raises(OptionError, match=r"Unknown option 'cmap': .* drawing options of overlay"):
+        explaining.explain(image, method="rollout", cmap="jet")
     with pytest.raises(OptionError, match=r"Unknown option 'category': use target= \(targets="):
         explaining.explain_batch([image], category=3)
 

@@ -41,8 +41,7 @@ def methods(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_record(kind, method) for kind, method in rows], indent=2))
         return
-    for kind, method in rows:
-        click.echo(_description(kind, method, options=name is not None), nl=name is None)
+    click.echo("\n".join(_description(kind, method, options=name is not None) for kind, method in rows), nl=False)
 
 
 def _record(kind: str, method: Method) -> dict[str, Any]:

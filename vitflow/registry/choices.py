@@ -19,10 +19,15 @@ _MISNAMED = {
     "names": "explain_batch",
     "originals": "original=; explain_batch takes several images",
     "against": "target=vitflow.Contrast(CLASS, against=OTHER)",
-} | dict.fromkeys(
-    ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label"),
-    "target= (targets= for several images or classes)",
-)
+    **dict.fromkeys(
+        ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label"),
+        "target= (targets= for several images or classes)",
+    ),
+    **dict.fromkeys(
+        ("alpha", "background", "cmap", "colormap", "contours", "interpolation", "opacity", "vmax", "vmin"),
+        "cmap=, alpha= and other drawing options of overlay, figure and save of the result",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

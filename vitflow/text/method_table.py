@@ -23,8 +23,10 @@ PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 def _as_for_images(name: str, defaults: Mapping[str, Any], **paper: Any) -> Method:
     """Return a method for texts that is described as the one for images; `paper` is its preset."""
     function = f"vitflow.text.methods:{name}"
+    method = get_method(name)
+    question, presets = method.question.replace("patch", "token"), {"paper": paper}
     return replace(
-        get_method(name), function=function, defaults=defaults, presets={"paper": paper}, refine_stage="none"
+        method, function=function, question=question, defaults=defaults, presets=presets, refine_stage="none"
     )
 
 
