@@ -157,6 +157,30 @@ def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
     np.testing.assert_allclose(trace.readout.detach(), np.eye(16)[[5, 5]], atol=1e-6)
 
 
+def pooled_by_attention(count: int, start: int, unread: bool = False):
+    """A head of torch's attention: learned queries, or with none the class token and its residual."""
+
+    def pool(model: nn.Module, tokens: Tensor) -> Tensor:
+        query = model.queries.expand(len(tokens), -1, -1) if count else tokens[:, :1]
+        pooled = model.attention(query, tokens[:, start:], tokens[:, start:], need_weights=unread)[0]
+        return model.probe((pooled if count else pooled + query).mean(dim=1))
+
+    attention, vit = nn.MultiheadAttention(48, 3, batch_first=True), timm_vit()
+    queries, probe = nn.Parameter(torch.randn(1, max(count, 1), 48)), jitter(nn.Linear(48, 5))
+    parts = {"vit": vit, "queries": queries, "attention": jitter(attention, 1.0), "probe": probe}
+    return Custom(lambda self, images: pool(self, self.vit.forward_features(images)), **parts).eval()
+
+
+@pytest.mark.parametrize(("count", "start", "unread"), [(1, 0, False), (1, 1, True), (4, 0, True), (0, 0, False)])
+def test_attention_of_a_users_head_is_no_layer_whatever_grid_its_queries_fit(count, start, unread):
+    model = pooled_by_attention(count, start, unread)
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    expected = literal_readout(model, "vit.norm", pixels(), [1, 4])
+    np.testing.assert_allclose(trace.readout_of(torch.tensor([1, 4])).detach(), expected, atol=1e-5)
+    assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(len(model.vit.blocks))]
+
+
 def test_an_custom_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
     def mean(model: nn.Module, images: Tensor) -> Tensor:
         return model.vit.head(model.vit.fc_norm(model.vit.forward_features(images)[:, 1:].mean(dim=1)))

@@ -63,6 +63,23 @@ def _reads_others(shape: Sequence[int], batch: int, square: set[int]) -> bool:
     return count == batch and 1 < queries != keys and keys in square and math.isqrt(queries) ** 2 != queries
 
 
+def pooling_layers(call: Call, layers: Sequence[AttentionLayer]) -> set[str]:
+    """Return the names of the last layers if their queries are fewer than their keys, and not patches.
+
+    Such queries are learned, or the class token alone. They are a part of the head, as they have no residual over keys.
+    """
+    names = set[str]()
+    for layer in reversed(layers):
+        (count, *_, queries, keys), module = layer.example.shape, call.model.get_submodule(layer.name)
+        if queries >= keys or count != len(call.pixels) or is_class_attention(module):
+            break
+        tokens = _trace(call).get(layer.name)
+        if tokens is not None and tokens.query_index is not None and bool((tokens.query_index >= 0).any()):
+            break
+        names.add(layer.name)
+    return names if names < {layer.name for layer in layers} else set()
+
+
 def find_tokens(
     call: Call, layers: Sequence[AttentionLayer], layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
@@ -150,9 +167,10 @@ def _trace(call: Call) -> dict[str, LayerTokens]:
     """Return the tokens of each attention layer by its path, from one run of the model per input size."""
 
     def traced() -> dict[str, LayerTokens]:
-        tracer = _Tracer(call.model, call.size)
+        tracer, noise = _Tracer(call.model, call.size), call.noise(1)
+        noise._of_image = True  # type: ignore[attr-defined]
         with call.experiment(tracer.hooks()), tracer:
-            call(call.noise(1))
+            call(noise)
         return tracer.traced
 
     return call.cached((_trace, call.size), traced)
@@ -217,7 +235,9 @@ class _Tracer(Interception):
         self._operands = list(tensors_in([args, kwargs]))
         sources = [places for tensor in self._operands if (places := _places_of(tensor)) is not None]
         output = super().__torch_function__(func, types, args, kwargs)
-        results = list(tensors_in(output))
+        results, of_image = list(tensors_in(output)), any(getattr(each, "_of_image", False) for each in self._operands)
+        for result in results if of_image else ():
+            result._of_image = True  # type: ignore[attr-defined]
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name  # of a property, such as mT
         if name in _MOVING and sources:
@@ -232,7 +252,11 @@ class _Tracer(Interception):
                 maximum, grid = torch.amax if name == "mean" else func, sources[0].grid
                 sides = [side for side in _SIDES if grid.rows % side == grid.cols % side == 0]
                 places = index_of_pooled(sources[0], lambda index: maximum(index, *args[1:], **kwargs), sides)
-            if places is None and (not sources or (len(shape) == 4 and name not in _REDUCING - {"max_pool2d"})):
+            if (
+                places is None
+                and of_image
+                and (not sources or (len(shape) == 4 and name not in _REDUCING - {"max_pool2d"}))
+            ):
                 places = self._image(results[0])
             results[0]._places = places  # type: ignore[attr-defined]
         return output

@@ -26,7 +26,7 @@ from vitflow.recording.between import blocks_of, find_passed
 from vitflow.recording.block_watch import as_tokens
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, hooked
-from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
+from vitflow.recording.layer_tokens import decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.receptive_fields import (
     Gradients,
@@ -69,8 +69,9 @@ def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
 def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: bool) -> str | None:
     """Locate the tokens of each layer without those of a decoder on top; return why rollout does not apply, or None."""
     names, above = trace.names, decoder_stacks(trace.layers, len(call.pixels))
-    layers = [layer for layer in trace.layers if stack_of(layer.name) not in above]
-    trace.names = [name for name in names if stack_of(name) not in above]
+    pools = pooling_layers(call, trace.layers)
+    layers = [layer for layer in trace.layers if stack_of(layer.name) not in above and layer.name not in pools]
+    trace.names = [name for name in names if stack_of(name) not in above and name not in pools]
     trace.layers, refusal = find_tokens(call, layers, given)
     if refusal is not None or not whole or not trace.layers:
         return refusal
