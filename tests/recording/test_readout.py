@@ -181,6 +181,26 @@ def test_attention_of_a_users_head_is_no_layer_whatever_grid_its_queries_fit(cou
     assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(len(model.vit.blocks))]
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_attention_over_the_class_tokens_of_several_layers_is_no_layer_whatever_grid_they_fit(count):
+    def head(model: nn.Module, images: Tensor) -> Tensor:
+        taken = model.vit.forward_intermediates(
+            images, indices=count, return_prefix_tokens=True, intermediates_only=True, output_fmt="NLC", norm=False
+        )
+        tokens = torch.stack([prefix[:, 0] for _, prefix in taken], dim=1)
+        return model.probe(model.attention(tokens, tokens, tokens)[0].mean(dim=1))
+
+    attention = jitter(nn.MultiheadAttention(48, 3, batch_first=True), 1.0)
+    model = Custom(head, vit=timm_vit(depth=4), attention=attention, probe=jitter(nn.Linear(48, 5))).eval()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(4)]
+    blocks = trace.readouts_of(torch.tensor([1, 4])).blocks
+    assert [block.layers for block in blocks] == list(range(5 - count, 5))
+    for block in blocks:
+        np.testing.assert_allclose(block.readout.detach(), np.eye(17)[[0, 0]], atol=1e-6)
+
+
 def test_an_custom_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
     def mean(model: nn.Module, images: Tensor) -> Tensor:
         return model.vit.head(model.vit.fc_norm(model.vit.forward_features(images)[:, 1:].mean(dim=1)))

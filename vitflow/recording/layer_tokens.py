@@ -64,17 +64,18 @@ def _reads_others(shape: Sequence[int], batch: int, square: set[int]) -> bool:
 
 
 def pooling_layers(call: Call, layers: Sequence[AttentionLayer]) -> set[str]:
-    """Return the names of the last layers if their queries are fewer than their keys, and not patches.
+    """Return the names of the last layers whose queries are no patches, as they are learned or class tokens.
 
-    Such queries are learned, or the class token alone. They are a part of the head, as they have no residual over keys.
+    They are a part of the head: they have no residual over patches. Layers with as many queries as keys are among them
+    if they are known to have no patch, as those over the class tokens of several layers.
     """
-    names = set[str]()
-    for layer in reversed(layers):
+    names, counts = set[str](), {layer.example.shape[-2:] for layer in layers}
+    for layer in reversed(layers if len(counts) > 1 else ()):
         (count, *_, queries, keys), module = layer.example.shape, call.model.get_submodule(layer.name)
-        if queries >= keys or count != len(call.pixels) or is_class_attention(module):
+        if queries > keys or count != len(call.pixels) or is_class_attention(module):
             break
         tokens = _trace(call).get(layer.name)
-        if tokens is not None and tokens.query_index is not None and bool((tokens.query_index >= 0).any()):
+        if queries == keys if tokens is None or tokens.query_index is None else bool((tokens.query_index != -1).any()):
             break
         names.add(layer.name)
     return names if names < {layer.name for layer in layers} else set()
@@ -178,7 +179,10 @@ def _trace(call: Call) -> dict[str, LayerTokens]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchIndex:
-    """The patch of each entry of a tensor, on a grid in raster order and counted from 1; 0 for padding."""
+    """The patch of each entry of a tensor, on a grid in raster order and counted from 1.
+
+    It is 0 for padding and what is not of the image, and -1 if the patch is unknown.
+    """
 
     index: Tensor
     grid: TokenLayout
@@ -187,7 +191,7 @@ class PatchIndex:
         """Return the places on the grid whose cells have side × side patches."""
         rows, cols, patch = -(-self.grid.rows // side), -(-self.grid.cols // side), self.index - 1
         cells = patch // self.grid.cols // side * cols + patch % self.grid.cols // side + 1
-        return PatchIndex(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
+        return PatchIndex(torch.where(patch < 0, self.index, cells), TokenLayout(0, rows, cols))
 
 
 class _Tracer(Interception):
@@ -282,13 +286,13 @@ def _places_of(tensor: Tensor) -> PatchIndex | None:
 
 
 def _indices(given: Any) -> Any:
-    """Replace the tensors among the arguments of a function by their indices; those without places by 0."""
+    """Replace the tensors among the arguments of a function by their indices, -1 if unknown; others by 0."""
     if isinstance(given, Tensor):
         places = _places_of(given)
         if places is not None:
             return places.index
         if given.is_floating_point():
-            return torch.zeros(given.shape, device="cpu")
+            return torch.full(given.shape, -1.0 if getattr(given, "_of_image", False) else 0.0, device="cpu")
         return torch.zeros(given.shape, dtype=given.dtype, device="cpu") if given.is_meta else given.cpu()
     if isinstance(given, Mapping):
         return {name: _indices(value) for name, value in given.items()}
@@ -321,7 +325,7 @@ def index_of_pooled(places: PatchIndex, maximum: Callable[[Tensor], Any], sides:
         coarse = places.coarser(side)
         negative = torch.where(coarse.index > 0, -coarse.index, -torch.inf)
         high, low = (next(tensors_in(maximum(index))) for index in (coarse.index, negative))
-        if torch.equal(high, torch.where(high > 0, -low, 0)):
+        if torch.equal(high, torch.where(high > 0, -low, high)):
             return PatchIndex(high, coarse.grid)
     return None
 
