@@ -6,7 +6,7 @@ import timm
 import torch
 
 from tests import references
-from tests.small import jitter
+from tests.small import Custom, jitter
 from vitflow import Explainer, Trace, explain_folder, register_method
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
@@ -268,3 +268,30 @@ def test_a_zero_in_one_map_leaves_the_order_of_the_others():
     actual = geometric_mean([zero, other, other], [1, 1, 1])[0, 0]
     assert actual[0] < actual[1] < actual[2]
     assert torch.isfinite(geometric_mean([torch.zeros(1, 1, 3), other], [1, 2])).all()
+
+
+def test_an_image_with_an_empty_row_in_each_layer_is_not_refined_and_its_neighbours_are():
+    """One patch of a light image attends to the class token alone."""
+
+    def attend(self, tokens, **_):
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        mask = torch.zeros(len(tokens), 1, 17, 17)
+        mask[model.light, :, 5, 1:] = -torch.inf
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+    explainer = small()
+    model = explainer.model
+    for block in model.blocks:
+        block.attn = Custom(attend, qkv=block.attn.qkv, proj=block.attn.proj)
+    model.register_forward_pre_hook(lambda module, args: setattr(model, "light", args[0].mean((1, 2, 3)) > 0))
+    noise = np.random.default_rng(0).integers(0, 64, (2, 64, 64, 3), dtype=np.uint8)
+    images = [noise[0], noise[1] + np.uint8(190)]
+    together = explainer.explain_batch(images, method="gae", target=1)
+    for image, actual, steps in zip(images, together, (1, 0), strict=True):
+        expected = explainer.explain(image, method="gae", target=1)
+        np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-4, atol=1e-6 * expected.grid.max())
+        assert actual.options["refine"] == expected.options["refine"] == steps
+    assert "attends to none" in together[1].facts["refinement"]
+    with pytest.raises(UnsupportedModelError, match="some patch attends to none"):
+        explainer.explain_batch(images, method="gae", target=1, refine=1)
