@@ -110,13 +110,12 @@ def occlusion(
     """
     batch_size, pixels = whole_number("occlusion_batch", batch_size, 1), pixels.detach()
     owners = cell_owners(pixels.shape[2], pixels.shape[3], rows, cols, extent).to(pixels.device)
-    jobs = torch.cartesian_prod(torch.arange(len(pixels)), torch.arange(rows * cols))  # on the CPU: no wait for a GPU
+    jobs = torch.cartesian_prod(torch.arange(len(pixels)), torch.arange(rows * cols))
     blank, remaining = mean_colour(pixels), []
-    for chunk in jobs.split(batch_size):
-        images, cells = chunk.unbind(dim=1)
-        hidden = owners == cells.to(owners.device).view(-1, 1, 1, 1)
-        blanked = torch.where(hidden, blank[images], pixels[images])
-        remaining.append(_of_target(predict(blanked), targets[images]))
+    for chunk, there in zip(jobs.split(batch_size), jobs.to(pixels.device).split(batch_size), strict=True):
+        images, cells = there.unbind(dim=1)
+        blanked = torch.where(owners == cells.view(-1, 1, 1, 1), blank[images], pixels[images])
+        remaining.append(_of_target(predict(blanked), targets[chunk[:, 0]]))
         progress(len(chunk))
     whole = _of_target(predict(pixels), targets)
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
