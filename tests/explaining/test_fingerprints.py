@@ -186,7 +186,8 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         changed = usual | (value if name == "options" else {name: value})
         with pytest.raises(OptionError, match="contains a run with other options"):
             evaluate(**changed, output=tmp_path / "out")
-    assert evaluate(**changed, output=tmp_path / "out", overwrite=True).to_csv() != first
+    second = evaluate(**usual | {"methods": ["centre"]}, output=tmp_path / "out", overwrite=True).to_csv()
+    assert "rollout" in first and "rollout" not in second
 
 
 class Holding(timm.models.VisionTransformer):

@@ -172,7 +172,7 @@ def test_commands_take_them_like_other_methods(tmp_path):
     run("folder", str(tmp_path), "--model", "demo", "--method", "cam:LayerCAM", "-o", str(tmp_path / "run"))
     assert (tmp_path / "run" / "1-cam-LayerCAM.jpg").exists()
     result = CliRunner().invoke(cli, ["explain", paths[0], *given[:-1], "n_steps=4"])
-    assert result.exit_code == 2 and "expected a JSON object" in result.stderr
+    assert result.exit_code == 2 and "expected a JSON object" in result.output
 
 
 @pytest.mark.parametrize("name", ["GradientShap", "KernelShap"])

@@ -266,6 +266,12 @@ def test_a_family_without_a_product_of_layers_is_refused_by_name(name, options, 
         _ = trace.readout
     assert type(model).__name__ in str(refusal.value)
     assert "occlusion" in str(refusal.value)
+    for module in model.modules():  # subclasses of a user compute the same
+        module.__class__ = type(f"Own{type(module).__name__}", (type(module),), {})
+    with record_attention(model) as trace:
+        answer(model, pixels)
+    with pytest.raises(UnsupportedModelError, match=words):
+        _ = trace.readout
 
 
 @pytest.mark.parametrize(("name", "side", "words"), marked(OTHERS, ("edgenext_xx_small", "mixer_s32_224")))

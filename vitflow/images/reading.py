@@ -296,7 +296,7 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
         return conversion.grey_to_rgb(eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
-    if image.mode == "RGB" and samples > 3:
+    if image.mode in ("RGB", "RGBX") and samples > 3:  # Pillow gave the fourth band, too, before 10.4
         notes.append(FIRST_THREE.format(samples))
     if not image.has_transparency_data:
         return noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes

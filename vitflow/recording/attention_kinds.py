@@ -1,9 +1,11 @@
 """Kinds of attention that cannot be distinguished by their tensors, and functions that mix tokens without attention.
 
-Kinds are recognised by timm's class names; a module that is not listed is treated as plain self-attention.
+Kinds are recognised by timm's class names, or those of base classes; a module that is not listed is treated as plain
+self-attention.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +52,8 @@ _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
     "NextViT": "attention to runs of neighbours in token order, which are not image regions",
 }
+_LISTED = {*_OTHER, *_POOLING, *_CLASS_ATTENTION, *_DIFFERENCE, *_FOLDED_WINDOWS, *_WINDOWS_FIRST, *_HEAD_BY_HEAD}
+_LISTED |= {*_REFUSED}
 # Modules whose forward method only calls submodules, and adds, splits or concatenates tokens at most.
 _RELAYS = {
     "torch.nn.modules.container": ("Sequential", "ModuleList"),
@@ -97,7 +101,13 @@ def refuse_other_layers(model: nn.Module, method: str) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+    return _listed(type(module))
+
+
+@cache
+def _listed(kind: type[nn.Module]) -> str:
+    """Return the name of a class, or of its nearest base class that is listed here, as a subclass computes the same."""
+    return next((base.__name__ for base in kind.__mro__ if base.__name__ in _LISTED), kind.__name__)
 
 
 def may_attend(model: nn.Module) -> dict[str, nn.Module]:
@@ -222,7 +232,7 @@ def refusal_in_words(model: nn.Module, layers: Sequence[str]) -> str:
 
 def _refused(model: nn.Module) -> nn.Module | None:
     modules = modules_of(model)
-    kinds = {kind for kind in set(map(type, modules)) if kind.__name__ in _REFUSED}
+    kinds = {kind for kind in set(map(type, modules)) if _listed(kind) in _REFUSED}
     return next((module for module in modules if type(module) in kinds), None) if kinds else None
 
 

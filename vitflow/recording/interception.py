@@ -76,7 +76,8 @@ class Interception(Listener, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _INTERCEPTED or not (name := self.running()):
+        # flex_attention compiles itself, and torch 2.8 cannot trace what follows.
+        if torch.compiler.is_compiling() or func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
         if func in _FUSED:
             return attend(self, *args, **kwargs)

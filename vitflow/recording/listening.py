@@ -234,12 +234,12 @@ class Listening(Interception):
         Tokens that fill the last chunk, and that no other token sees, are left out.
         """
         parts, call, end = self._open.get(name, ()), self.calls.pop(name, None), self.tokens
-        if end is None or call is None or not parts or parts[0].tensor.ndim != 4:
+        if end is None or call is None or not parts:
             return None
         module = self.model.get_submodule(name)
         if not self._pieces(name, parts) and not has_wide_convolution(module):
             return None
-        measured = measure_matrix(module, *call, parts[0].tensor.shape[1])
+        measured = measure_matrix(module, *call, parts[0].heads.shape[1])
         if measured is not None and (measured[0].shape[-1] < end or measured[0][..., :end, end:].any()):
             measured = None
         if has_wide_convolution(module) if measured is None else (measured[0] < 0).any():
