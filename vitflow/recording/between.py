@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import possible_layouts, read_layout
+from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_paths_of
 from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, is_nonzero, remember_blocks
 from vitflow.recording.experiment import Call
+from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 
 # Relative difference of gradients that is rounding, and in half precision.
@@ -163,7 +164,7 @@ def _check_sizes(call: Call, watch: BlockWatch) -> None:
     """
     if len({size for _, size in watch.sizes}) == 1:
         with suppress(UnsupportedModelError):
-            if read_layout(call.model, call.size, None).num_tokens == watch.num_tokens(watch.blocks):
+            if declared_layout(call, None).num_tokens == watch.num_tokens(watch.blocks):
                 return
 
     def on_noise() -> list[tuple[str, int]]:

@@ -118,7 +118,7 @@ def find_tokens(
     )
 
 
-def declared_layout(call: Call, tokens: int) -> TokenLayout:
+def declared_layout(call: Call, tokens: int | None) -> TokenLayout:
     """Return the layout that the model declares for its tokens; see `read_layout`, which is cached here."""
     return call.cached((read_layout, call.size, tokens), lambda: read_layout(call.model, call.size, tokens))
 
