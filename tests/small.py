@@ -1,14 +1,23 @@
 """A small ViT with random weights, models of other shapes, and images, for tests."""
 
 from collections.abc import Callable
+from importlib import metadata
 
 import numpy as np
+import pytest
 import timm
 import torch
+from packaging.version import Version
 from torch import nn
 
 CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
+
+
+def since(package: str, version: str) -> pytest.MarkDecorator:
+    """Skip a test, or one of its parameters, with releases of a package before the one that it needs."""
+    old = Version(metadata.version(package)) < Version(version)
+    return pytest.mark.skipif(old, reason=f"needs {package} {version}")
 
 
 def custom_model(**options) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests import literal_vit
 from tests.models.test_libraries import NORMALISATION, built
 from tests.recording.test_families import build, marked
-from tests.small import DATA, custom_model, photo
+from tests.small import DATA, custom_model, photo, since
 from tests.small import Custom as Module
 from vitflow import Explainer
 from vitflow.errors import UnsupportedModelError
@@ -208,6 +208,7 @@ def explainer_of(model: nn.Module, side: int) -> Explainer:
     return Explainer(model, data_config={**CONFIG, "input_size": (3, side, side)})
 
 
+@since("timm", "1.0.31")  # the model
 def test_a_grid_whose_channels_fit_as_a_side_is_that_of_the_tokens():
     """MaxViT's first tokens are [batch, 40, 40, 32 channels], which could be 40 × 32 patches of 40 channels."""
     explainer = explainer_of(build("test_maxvit"), 160)

@@ -45,6 +45,7 @@ def swin(stages=STAGES):
 
 def detr(name, **options):
     backbone = {"backbone_config": resnet(), "backbone": None, "use_timm_backbone": False}
+    backbone |= {"use_pretrained_backbone": False}
     return configured(name, **(backbone | QUERIES | options))
 
 
@@ -66,7 +67,7 @@ def sam():
 
 
 CONFIGS = {
-    "DetrForObjectDetection": lambda: detr("Detr", use_pretrained_backbone=False),
+    "DetrForObjectDetection": lambda: detr("Detr"),
     "ConditionalDetrForObjectDetection": lambda: detr("ConditionalDetr"),
     "YolosForObjectDetection": lambda: configured(
         "Yolos", **(VIT | {"image_size": [SIZE, SIZE]}), num_detection_tokens=6, **DENSE
@@ -74,7 +75,12 @@ CONFIGS = {
     "OwlViTForObjectDetection": lambda: owl("OwlViT"),
     "Owlv2ForObjectDetection": lambda: owl("Owlv2"),
     "SegformerForSemanticSegmentation": lambda: configured(
-        "Segformer", hidden_sizes=[16, 16, 32, 32], depths=[1] * 4, decoder_hidden_size=16, **DENSE
+        "Segformer",
+        hidden_sizes=[16, 16, 32, 32],
+        num_attention_heads=[1, 2, 4, 8],
+        depths=[1] * 4,
+        decoder_hidden_size=16,
+        **DENSE,
     ),
     "DPTForSemanticSegmentation": lambda: configured(
         "DPT", **VIT, **DENSE, backbone_out_indices=[0, 1, 2, 3], fusion_hidden_size=16, neck_hidden_sizes=[16] * 4

@@ -13,6 +13,7 @@ from torch import nn
 
 import vitflow
 from tests.recording.test_recorder import generators, state_of
+from tests.typed import typed_here
 from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError, UnsupportedModelError
@@ -152,7 +153,7 @@ def test_a_missing_package_prints_its_command(monkeypatch):
     external_method.cache_clear()
 
 
-def test_commands_take_them_like_other_methods(tmp_path):
+def test_commands_take_them_like_other_methods(tmp_path, monkeypatch, capfd):
     paths = []
     for number, image in enumerate(IMAGES):
         paths.append(str(tmp_path / f"{number}.png"))
@@ -171,8 +172,8 @@ def test_commands_take_them_like_other_methods(tmp_path):
     assert printed["output"].endswith("0-captum-IntegratedGradients.png")
     run("folder", str(tmp_path), "--model", "demo", "--method", "cam:LayerCAM", "-o", str(tmp_path / "run"))
     assert (tmp_path / "run" / "1-cam-LayerCAM.jpg").exists()
-    result = CliRunner().invoke(cli, ["explain", paths[0], *given[:-1], "n_steps=4"])
-    assert result.exit_code == 2 and "expected a JSON object" in result.output
+    code, _, said = typed_here(monkeypatch, capfd, tmp_path, "explain", paths[0], *given[:-1], "n_steps=4")
+    assert code == 2 and "expected a JSON object" in said
 
 
 @pytest.mark.parametrize("name", ["GradientShap", "KernelShap"])

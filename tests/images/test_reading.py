@@ -11,13 +11,13 @@ from unittest.mock import Mock
 
 import cv2
 import numpy as np
-import PIL
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
+from tests.small import since
 from vitflow.errors import ImageError, ShapeError, VitflowWarning
 from vitflow.files import find_images, natural_order
 from vitflow.images.reading import image_name, read_image, write_image
@@ -166,11 +166,8 @@ def test_cmyk_jpeg(adobe):
     assert np.abs(read_image(data).astype(int) - [255, 0, 0]).max() < 6
 
 
-OLD_PILLOW = pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 learnt to read such files")
-
-
 @pytest.mark.parametrize(
-    ("mode", "color"), [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=OLD_PILLOW)]
+    ("mode", "color"), [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=since("pillow", "13"))]
 )
 def test_color_spaces_of_tiff(mode, color):
     image = read_image(encode(Image.new(mode, (16, 12), color), "TIFF"))

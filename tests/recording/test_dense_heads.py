@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.explaining.test_library_regions import CONFIGS
-from tests.small import Custom
+from tests.small import Custom, since
 from vitflow import Explainer, boxes, masks, record_attention
 from vitflow.errors import UnsupportedModelError
 
@@ -84,7 +84,13 @@ def varied(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "segformer"])
+# Before, index 0 named no state of BEiT, whose head had three.
+NEWER = {"beit": since("transformers", "5.10.2")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEWER.get(name, ())) for name in MODELS if name != "segformer"]
+)
 def test_the_readout_is_the_gradient_at_the_tokens_that_the_head_reads(name):
     model, size = built(name)
     model = model.double()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.recording.test_recorder import generators, state_of
-from tests.small import jitter
+from tests.small import jitter, since
 from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
@@ -114,13 +114,13 @@ REPRESENTATIVE = (
     *("test_vit", "vit_small_patch14_reg4_dinov2", "deit_tiny_distilled_patch16_224", "swin_tiny_patch4_window7_224"),
     *("test_maxvit", "pvt_v2_b0", "mobilevit_xxs", "cait_xxs24_224"),
 )
+NEWER = {"test_maxvit": [since("timm", "1.0.31")]}
 
 
 def marked(families: list[tuple], representative: tuple[str, ...] = REPRESENTATIVE) -> list:
     """Families as parameters of a test, those that are not representative marked as slow."""
-    return [
-        pytest.param(*one, marks=() if one[0] in representative else pytest.mark.slow, id=one[0]) for one in families
-    ]
+    slow = {one[0]: [] if one[0] in representative else [pytest.mark.slow] for one in families}
+    return [pytest.param(*one, marks=[*slow[one[0]], *NEWER.get(one[0], [])], id=one[0]) for one in families]
 
 
 def build(name: str, **options) -> nn.Module:

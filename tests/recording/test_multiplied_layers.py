@@ -192,6 +192,7 @@ def peak(work):
     return most
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.10 warns of every profile
 def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer_and_no_tokens():
     model, pixels = tiny(8, 128), torch.randn(4, 3, 128, 128)
     explainer, options = Explainer(model), recording_options(choose_methods(["rollout"], {"preset": "paper"}), model)

@@ -486,6 +486,7 @@ def test_the_probe_holds_in_every_precision(dtype):
     assert "Custom (blocks.2.attn)" in run(with_custom(by_hand).to(dtype), pixels).refusal
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in timm, with torch before 2.11
 def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
     model = build(init_values=1e-5)
     model.blocks[2].attn = Custom(model.blocks[2].attn, UNSEEN["log_softmax"])
