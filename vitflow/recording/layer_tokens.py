@@ -18,6 +18,7 @@ from vitflow.errors import OTHER_METHODS
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
+from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
@@ -67,7 +68,8 @@ def pooling_layers(call: Call, layers: Sequence[AttentionLayer]) -> set[str]:
     """Return the names of the last layers whose queries are no patches, as they are learned or class tokens.
 
     They are a part of the head: they have no residual over patches. Layers with as many queries as keys are among them
-    if they are known to have no patch, as those over the class tokens of several layers.
+    if they are known to have no patch, as those over the class tokens of several layers. There are none if the block of
+    another layer contains one.
     """
     names, counts = set[str](), {layer.example.shape[-2:] for layer in layers}
     for layer in reversed(layers if len(counts) > 1 else ()):
@@ -78,7 +80,10 @@ def pooling_layers(call: Call, layers: Sequence[AttentionLayer]) -> set[str]:
         if queries == keys if tokens is None or tokens.query_index is None else bool((tokens.query_index != -1).any()):
             break
         names.add(layer.name)
-    return names if names < {layer.name for layer in layers} else set()
+    others = [layer.name for layer in layers if layer.name not in names]
+    blocks = block_paths_of(call.model, others) if names else []
+    enclosed = any(name.startswith(f"{block}.") for name in names for block in blocks)
+    return names if others and not enclosed else set()
 
 
 def find_tokens(
