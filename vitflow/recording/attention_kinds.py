@@ -101,7 +101,8 @@ def refuse_other_layers(model: nn.Module, method: str) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    return _listed(type(module))
+    kind: type = type(module)
+    return _listed(kind)
 
 
 @cache
