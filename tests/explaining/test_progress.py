@@ -86,15 +86,16 @@ def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
                 time.sleep(0.12)
                 show(RunProgress(0, 60, None, share))
             show(RunProgress(1, 60, {"input": "a.jpg", "status": "failed", "error": "E", "message": "of 'a.jpg'"}))
-        text = shown.getvalue()
-        assert "error: E: of 'a.jpg'\n" in text
+            show(RunProgress(2, 60, {"input": "b.jpg", "status": "failed", "error": "E", "message": "M"}))
+        text, lines = shown.getvalue(), ("error: of 'a.jpg'\n", "error: b.jpg: E: M\n")
+        assert all(line in text for line in lines)
         if shown.isatty():
             assert "0/60 images, 00:00 passed" in text and "1/60 images" in text
             assert "s/image" in text and "s/ " not in text and "? left" in text.split("\r")[1]
             estimates = re.findall(r"passed, ([^ ]+) left", text)
             assert estimates[0] == "?" and all(":" in one for one in estimates[1:]) and len(estimates) > 2
         else:
-            assert text == "error: E: of 'a.jpg'\n"
+            assert text == "".join(lines)
 
 
 def test_the_same_note_is_reported_once_with_a_count(capsys):
