@@ -104,6 +104,7 @@ MISTAKES = [
     (lambda: read(method="gae", model=transformers.BertModel(reads().config).eval()), OptionError, "ends in features"),
     (lambda: read(method="flow", layers=3), OptionError, "from 1 to 2, .* got 3"),
     (lambda: read([TEXT]), OptionError, "one text"),
+    (lambda: read(" "), OptionError, "at least one token"),
     (lambda: read("caf\udce9"), OptionError, r"UTF-8.*caf\\xe9"),
     (lambda: read("the key " * 40), OptionError, "at most 64 tokens, .* got 82"),
     (lambda: read(model=built("BertForMaskedLM", vocab_size=12)), OptionError, "below 12, got 14: the tokenizer"),

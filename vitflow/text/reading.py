@@ -267,7 +267,7 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     encoded = dict(tokenizer(text, return_tensors="pt", **({"return_offsets_mapping": True} if fast else {})))
     offsets = encoded.pop("offset_mapping")[0].tolist() if fast else None
     ids = encoded["input_ids"]
-    if not ids.numel():
+    if not (text.strip() and ids.numel()):
         raise OptionError(f"Expected a text of at least one token, got {text!r}.")
     device = device_of(model)
     inputs = {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
