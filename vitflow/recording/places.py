@@ -18,7 +18,7 @@ from torch import Tensor
 from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import possible_layouts, read_layout
+from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.recording.attention_kinds import refusal_of
@@ -26,7 +26,7 @@ from vitflow.recording.between import blocks_of, find_passed
 from vitflow.recording.block_watch import as_tokens
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, hooked
-from vitflow.recording.layer_tokens import decoder_stacks, find_tokens, pooling_layers
+from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.receptive_fields import (
     Gradients,
@@ -90,7 +90,7 @@ def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | Non
     of_blocks = None if trace.watch is None else trace.watch.num_tokens(blocks)
     for tokens in dict.fromkeys((of_features, of_blocks)):
         with suppress(UnsupportedModelError):
-            layout = given or read_layout(call.model, call.size, tokens)
+            layout = given or declared_layout(call, tokens)
             extents, _ = find_extents(call, dict.fromkeys(blocks[:1], (layout,)))
             return replace(layout, extent=extents.get(layout))
     return None
