@@ -22,7 +22,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
 from vitflow.files import is_there
 from vitflow.images.figures import save_figure
-from vitflow.models.hub import bundled, check_name, is_of_transformers
+from vitflow.models.hub import bundled, check_timm_name, is_of_transformers
 from vitflow.models.loading import load_model
 from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
@@ -50,7 +50,7 @@ class Models:
     def __init__(self, images: Sequence[str], words: Sequence[str], time_limit: float, loading: dict[str, Any]) -> None:
         for name in images:  # models are loaded at their first use, by which nobody sees a misspelt name
             if name != "demo" and not (":" in name or is_there(name) or is_of_transformers(name)):
-                check_name(name)
+                check_timm_name(name)
         self.images, self.words, self.time_limit, self._loading = list(images), list(words), time_limit, loading
         self._image_model, self._language_model = cache(self._load), cache(load_language_model)
         self._processor = cache(load_processor)

@@ -40,7 +40,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
     """Call `timm.create_model`, with errors that name the remedy; parameters have no values unless `pretrained`."""
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
     if not local and not online:
-        check_name(name)
+        check_timm_name(name)
     try:
         initial = nullcontext() if pretrained else SkippedInitialisers()
         with quiet_hub(requested=online or (pretrained and not local)), initial:
@@ -67,7 +67,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         ) from error
 
 
-def check_name(name: str) -> None:
+def check_timm_name(name: str) -> None:
     """Raise ModelError for the name of a model that timm does not have."""
     if not timm.is_model(name):
         if name.endswith(_WEIGHTS) or name.startswith((".", "/", "~")):
