@@ -23,11 +23,10 @@ from vitflow.cli.output import (
     writing,
 )
 from vitflow.errors import ImageError, OptionError, printable
-from vitflow.files import in_file_name
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
 from vitflow.registry.choices import choose_methods
 
-# Characters of the ending of a default file name, which contains the requested classes.
+# Bytes of the ending of a default file name, which contains the requested classes.
 _LONGEST_ENDING = 100
 
 
@@ -77,8 +76,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
     # maps of different classes must not overwrite each other
     targets = [*given["targets"], *(["against", given["against"]] if given["against"] else [])]
-    kind = re.sub(r"[^\w.-]+", "-", "-".join(map(str, [in_file_name(given["method"]), *targets])))[:_LONGEST_ENDING]
-    outputs = _output_paths(images, given["output"], kind, suffixes)
+    outputs = _output_paths(images, given["output"], _ending(given["method"], *targets), suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
@@ -173,6 +171,16 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
     if not saliency.class_specific and (several or not score.is_predicted):
         text += f"; {saliency.method} does not depend on the class"
     return text
+
+
+def _ending(*parts: object) -> str:
+    """Return the ending of a default file name, from the method and the requested classes.
+
+    >>> _ending("gae", "tabby cat", 3), len(_ending("gae", "猫" * 99).encode())
+    ('gae-tabby-cat-3', 100)
+    """
+    joined = re.sub(r"[^\w.-]+", "-", "-".join(map(str, parts)))
+    return joined.encode()[:_LONGEST_ENDING].decode(errors="ignore")
 
 
 def _output_paths(images: Sequence[Path], output: str | None, kind: str, suffixes: Sequence[str]) -> list[Path]:
