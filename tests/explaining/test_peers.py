@@ -13,6 +13,7 @@ from torch import nn
 
 import vitflow
 from tests.recording.test_recorder import generators, state_of
+from tests.small import jitter
 from tests.typed import typed_here
 from vitflow.cli import cli
 from vitflow.demo import draw_image
@@ -40,6 +41,16 @@ def pixels_of(explainer: vitflow.Explainer) -> torch.Tensor:
 
 def explained(explainer: vitflow.Explainer, name: str, **options: object) -> list[vitflow.Saliency]:
     return explainer.explain_batch(IMAGES, methods=[name], targets=np.array(TARGETS), **options)
+
+
+def test_gradient_behind_batch_norms_equals_that_of_a_batch():
+    torch.manual_seed(0)
+    model = jitter(timm.models.xcit.Xcit(img_size=64, embed_dim=16, depth=1, num_heads=2, num_classes=4), 0.5)
+    explainer = vitflow.Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    actual = explained(explainer, "captum:Saliency")
+    pixels = pixels_of(explainer).requires_grad_()
+    expected = torch.autograd.grad(model(pixels)[[0, 1], TARGETS].sum(), pixels)[0].abs().sum(dim=1)
+    torch.testing.assert_close(torch.stack([torch.from_numpy(each.pixels) for each in actual]), expected)
 
 
 @pytest.mark.parametrize(

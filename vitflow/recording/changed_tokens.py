@@ -18,7 +18,7 @@ from vitflow.models.blocks import first_stack
 from vitflow.models.calls import logits_of, tensors_in, with_tokens
 from vitflow.models.parts import model_cache, module_paths, output_cache, plain_token_ids, unwrap
 from vitflow.recording.experiment import Call
-from vitflow.recording.isolation import Hook, device_of, evaluating, hooked
+from vitflow.recording.isolation import ContiguousNorms, Hook, device_of, evaluating, hooked
 from vitflow.recording.places import find_extents
 from vitflow.recording.readout import Read
 
@@ -204,7 +204,7 @@ def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tens
         return with_tokens(output, tokens)
 
     hook = Hook(model.get_submodule(path), give, before=False)
-    with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad():
+    with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad(), ContiguousNorms():
         return model(pixels.detach().clone(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
 
 

@@ -18,7 +18,15 @@ from torch.func import functional_call
 from vitflow.errors import ShapeError
 from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.models.parts import model_cache, modules_of, runs_compiled
-from vitflow.recording.isolation import Hook, autocast_kind, evaluating, hooked, uncompiled, unrecorded
+from vitflow.recording.isolation import (
+    ContiguousNorms,
+    Hook,
+    autocast_kind,
+    evaluating,
+    hooked,
+    uncompiled,
+    unrecorded,
+)
 
 Result = TypeVar("Result")
 
@@ -138,6 +146,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         torch.random.fork_rng([] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind),
         evaluating(model),
         unrecorded(),
+        ContiguousNorms(),
     ):
         kept = [(vars(module), _kept(vars(module))) for module in modules_of(model)]
         try:

@@ -9,7 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
@@ -26,6 +28,7 @@ _UNUSABLE = {
     "meta": "it computes shapes, but no values.",
     "mps": "it has no float64, in which readouts and affinities are computed. Use the CPU.",
 }
+_NORMS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 _guard = threading.Lock()
 _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
@@ -210,6 +213,25 @@ def uncompiled() -> Iterator[None]:
             _eager_users.remove(user)
             if not _eager_users:
                 _eager.close()
+
+
+class ContiguousNorms(TorchFunctionMode):
+    """Function mode that gives batch and instance norms contiguous inputs and gradients.
+
+    On the CPU, torch 2.14 computes wrong gradients of these norms for a single image if its channels and those of the
+    gradient are stored in different orders, as below `flatten(2).transpose(1, 2)`.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _NORMS or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        named = "input" in kwargs
+        given = kwargs.pop("input").contiguous() if named else args[0].contiguous()
+        output = func(given, *args[0 if named else 1 :], **kwargs)
+        if output.requires_grad:
+            output.register_hook(Tensor.contiguous)
+        return output
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

@@ -25,7 +25,15 @@ from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_e
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, known_blocks
 from vitflow.recording.experiment import Call
-from vitflow.recording.isolation import Hook, autocast_state, hooked, model_lock, refuse_checkpointing, uncompiled
+from vitflow.recording.isolation import (
+    ContiguousNorms,
+    Hook,
+    autocast_state,
+    hooked,
+    model_lock,
+    refuse_checkpointing,
+    uncompiled,
+)
 from vitflow.recording.layers import FusionKey, Reduction
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import locate
@@ -151,6 +159,8 @@ class record_attention:
             if self._attention:
                 check_recordable(self._model)
             stack.enter_context(hooked(self._fixed_hooks()))
+            if self._gradients or self._cut:
+                stack.enter_context(ContiguousNorms())
             if runs_compiled(self._called):
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
