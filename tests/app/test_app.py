@@ -89,7 +89,7 @@ def test_a_map_is_that_of_the_library_and_its_code_makes_it_again(ask, tmp_path,
         Image.open(baseline_image) as baselines,
     ):
         np.testing.assert_array_equal(drawn.convert("RGB"), expected_image.convert("RGB"))
-        assert baselines.height > 1.8 * baselines.width  # the random map above the centre prior
+        assert baselines.width > 1.2 * baselines.height  # the random map next to the centre prior
     shutil.copy(SAMPLE, tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -116,12 +116,12 @@ def test_two_visitors_at_once_each_get_their_answer(ask):
 
 
 def test_prompts_and_boxes_are_questions_of_the_models_that_take_them(ask, siglip, detector):
-    *_, files, code, _, _, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
+    _, files, code, *_, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
     explainer = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"]))
     np.testing.assert_array_equal(grid_of(files), explainer.explain(SAMPLE, method="gae", target="a dog").grid)
     assert "outputs=vitflow.prompts(['a dog', 'a cat'])" in code and ["a cat", "a cat"] in classes["choices"]
     assert not notes
-    *_, files, code, _, _, _, _, notes = ask("explain", SAMPLE, detector, "gae", "", "", "0,0,90,80")
+    _, files, code, *_, notes = ask("explain", SAMPLE, detector, "gae", "", "", "0,0,90,80")
     explainer = vitflow.Explainer(detector, outputs=vitflow.boxes((0, 0, 90, 80)))
     np.testing.assert_array_equal(grid_of(files), explainer.explain(SAMPLE, method="gae").grid)
     assert "outputs=vitflow.boxes((0.0, 0.0, 90.0, 80.0))" in code and not notes
@@ -137,8 +137,25 @@ def test_prompts_and_boxes_are_questions_of_the_models_that_take_them(ask, sigli
         ((UNKNOWN, "gae"), "error: Choose Model: demo"),
     ],
 )
-def test_what_is_wrong_stands_in_the_page(ask, fields, expected):
-    assert expected in reported(ask("explain", SAMPLE, *fields))
+def test_what_is_wrong_stands_in_place_of_the_last_map(ask, fields, expected):
+    answer = ask("explain", SAMPLE, *fields)
+    assert expected in reported(answer)
+    assert not any(answer[:5]) and answer[5] in (None, {})  # figure, files, code, heading, baselines, and bars
+
+
+def test_the_classes_are_bars_to_choose_from(answers):
+    fields = [str(SAMPLE), "demo", "gae", "", "", ""]
+    bars = answers.explain(*fields)[6]
+    explainer = vitflow.Explainer("demo")
+    scores = explainer.outputs.scores(explainer.logits(explainer.pixels(SAMPLE)))[0]
+    best = [int(index) for index in scores.argsort(descending=True)[:5]]
+    assert bars == {explainer.class_names[index]: pytest.approx(float(scores[index])) for index in best}
+    second = list(bars)[1]
+    _, _, files, _, says, *_, classes, _ = answers._class(SimpleNamespace(value=second), *fields)
+    np.testing.assert_array_equal(grid_of(files), explainer.explain(SAMPLE, method="gae", target=second).grid)
+    assert second in says and classes["value"] == second
+    says = answers.explain(str(SAMPLE), "demo", "rollout", "", "", "")[4]
+    assert "not class-specific); predicted: orange disc" in says
 
 
 def test_a_file_that_is_no_image_is_reported_as_the_command_line_reports_it(ask, tmp_path):
@@ -151,99 +168,57 @@ def test_a_file_that_is_no_image_is_reported_as_the_command_line_reports_it(ask,
     assert "got none" in reported(ask("explain", None))
 
 
-QUESTIONS = {
-    "What is in an image": (SAMPLE, "", ["yellow", "star"], "gae"),
-    "What a word is attributed to": (None, "a red heart left of a yellow star", ["red", "star"], "rollout"),
-    "What is written next": (None, "here is", ["here", "is"], "rollout"),
-}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_words_are_read_written_and_said_of_an_image(ask, question):
-    image, text, expected, method = QUESTIONS[question]
-    words, figure, _, code, notes = ask("words", image, text, first=(question, "demo-caption"))
-    assert set(expected) <= {word["token"].strip() for word in words} and not notes
-    assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "selected"}
-    assert "vitflow.text.explain_" in code and f"method='{method}'" in code
-    with Image.open(figure) as drawn:
-        assert drawn.width > 500
-
-
 @pytest.fixture(scope="module")
-def tabs(tmp_path_factory):
-    """Return the actions of the buttons of both tabs."""
+def answers(tmp_path_factory):
+    """Return the actions of the fields."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
     from vitflow.app.models import Models
-    from vitflow.app.tabs import _ImageAnswers, _WordAnswers
+    from vitflow.app.tabs import _Answers
 
-    models = Models(["demo"], ["demo-caption"], 30.0, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.mktemp("clicks")))
-        yield SimpleNamespace(images=_ImageAnswers(models), words=_WordAnswers(models))
+        yield _Answers(Models(["demo"], 30.0, {}))
 
 
-def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monkeypatch):
+def test_a_click_on_each_patch_of_the_figure_is_that_patch(answers, tmp_path, monkeypatch):
     wide = tmp_path / "wide.png"
     Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
     fields = [str(wide), "demo", "rollout", "", "", ""]
-    _, click, *_ = tabs.images.explain(*fields)
+    _, click, *_ = answers.explain(*fields)
     (left, top, right, bottom), (rows, cols), placement = click
     clicked: list[tuple[int, int]] = []
-    monkeypatch.setattr(tabs.images, "_map", lambda *_, patch: clicked.append(patch))
+    monkeypatch.setattr(answers, "_map", lambda *_, patch: clicked.append(patch))
     height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
     for row in range(rows):
         for col in range(cols):
             y, x = placement.to_image((row + 0.5) * height, (col + 0.5) * width)
             at = left + x / 300 * (right - left), top + y / 190 * (bottom - top)
-            tabs.images._patch(SimpleNamespace(index=at), click, *fields)
+            answers._patch(SimpleNamespace(index=at), click, *fields)
     assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
     for at, words in {left - 5: "inside the image", left + 3: "the model saw"}.items():
         with pytest.raises(OptionError, match=words):
-            tabs.images._patch(SimpleNamespace(index=(at, (top + bottom) / 2)), click, *fields)
+            answers._patch(SimpleNamespace(index=(at, (top + bottom) / 2)), click, *fields)
 
 
-def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs):
+def test_a_patch_is_answered_by_rollout_where_the_method_has_none(answers):
     fields = [str(SAMPLE), "demo", "gradcam", "", "", ""]
-    _, click, *_ = tabs.images.explain(*fields)
+    _, click, *_ = answers.explain(*fields)
     (left, top, right, bottom), *_ = click
     event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
-    _, _, files, code, _, _, method, *_ = tabs.images._patch(event, click, *fields)
+    _, _, files, code, says, *_, method, _, _ = answers._patch(event, click, *fields)
     entry = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
     np.testing.assert_array_equal(grid_of(files), entry.grid)
-    assert method == "rollout" and "patch=(6, 6)" in code
-
-
-def test_a_click_on_a_word_is_that_word(tabs):
-    def clicked(requested: tuple, index: int) -> tuple:
-        words, _, click, *_ = requested
-        again = tabs.words._word(SimpleNamespace(index=index), click)
-        assert [text for text, _ in again[0]] == [text for text, _ in words]
-        return again
-
-    read = tabs.words.words("What a word is attributed to", "demo-caption", None, "a red heart", "rollout", 8)
-    words, *_, code, _ = clicked(read, 2)
-    assert [number for number, (_, shade) in enumerate(words) if shade == "selected"] == [2] and "token=2" in code
-    seen = tabs.words.words("What is in an image", "demo-caption", str(SAMPLE), "", "rollout", 30)
-    star = [text for text, _ in seen[0]].index(" star")
-    words, *_, code, _ = clicked(seen, star)
-    assert words[star] == (" star", "selected") and "image((" in code
-    with pytest.raises(OptionError, match="a word that has a map"):
-        clicked(seen, 0)
-    written = tabs.words.words("What is written next", "demo-caption", None, "here is", "rollout", 8)
-    words, *_, code, _ = clicked(written, 4)
-    assert ".shaded(1)" in code and [shade for _, shade in words].count("selected") == 2
-    with pytest.raises(OptionError, match="a word that was written"):
-        clicked(written, 0)
+    assert method == "rollout" and "patch=(6, 6)" in code and "<b>Explain</b> to return" in says
 
 
 @pytest.mark.filterwarnings("ignore:own.safetensors has 3 classes")  # which is a note on the page
-def test_the_first_model_has_the_weights_and_the_names_that_were_given(tabs, tmp_path, monkeypatch):
+def test_the_first_model_has_the_weights_and_the_names_that_were_given(answers, tmp_path, monkeypatch):
     import timm
     import torch
     from safetensors.torch import save_file
 
     from vitflow.app.models import Models
-    from vitflow.app.tabs import _ImageAnswers
+    from vitflow.app.tabs import _Answers
 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -251,10 +226,8 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tabs, tmp
     Path("names.txt").write_text("ash\nbirch\ncedar\n")
     shutil.copy(SAMPLE, tmp_path)
     given = {"checkpoint": "own.safetensors", "class_names": Path("names.txt")}
-    models = Models(["test_vit", "demo"], [], 30.0, given)
-    _, _, files, code, _, _, _, classes, _ = _ImageAnswers(models).explain(
-        SAMPLE.name, "test_vit", "gae", "birch", "", ""
-    )
+    models = Models(["test_vit", "demo"], 30.0, given)
+    _, _, files, code, *_, classes, _ = _Answers(models).explain(SAMPLE.name, "test_vit", "gae", "birch", "", "")
     names: dict = {}
     exec(code, names)
     np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
@@ -311,6 +284,9 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
     tab.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
     tab.get_by_text("Download").first.click()
     tab.get_by_text("patch=(").wait_for()
+    tab.get_by_text("to return to the map of the output").wait_for()
+    tab.get_by_role("button", name="yellow star").click()  # a bar
+    tab.locator(".says b", has_text="yellow star").wait_for()
     (tmp_path / "letter.png").write_text("Dear all,")
     tab.get_by_label("Remove Image").first.click()
     uploaded(tab, tmp_path / "letter.png")
@@ -318,6 +294,7 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
     error.wait_for()
     tab.wait_for_timeout(500)
     assert -1 <= error.bounding_box()["y"] < height
+    assert not tab.locator("img[src*='-gae.png'], .says b, .bars button").count()
     error.get_by_label("Close").click()
     error.wait_for(state="detached")
 
@@ -328,21 +305,6 @@ def test_a_named_photograph_is_explained_at_once(visit, tmp_path):
         tab = visit(url=named.local_url)
         tab.locator(".says b", has_text="orange disc, 100.0%").wait_for()
         tab.close()
-
-
-def test_words_in_a_browser(visit):
-    tab = visit()
-    tab.get_by_role("tab", name="Words").click()
-    tab.locator("button.gallery-item:visible").nth(2).click()  # a sample, which is explained at once
-    word = tab.get_by_role("button", name="star", exact=True)
-    word.wait_for()
-    before = tab.locator("img[src*='words.png']").get_attribute("src")
-    word.click()
-    tab.locator(f"img[src*='words.png']:not([src='{before}'])").wait_for()
-    tab.get_by_label("What a word is attributed to").click()
-    tab.get_by_label("Text").locator("visible=true").first.fill("a red heart left of a star")
-    tab.locator("button:visible", has_text="Explain").click()
-    tab.get_by_role("button", name="left", exact=True).click()
 
 
 def test_this_machine_requested_no_other(page, ask):
@@ -390,7 +352,7 @@ def test_the_command_serves_the_given_options(monkeypatch):
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
     expected = {"samples": (SAMPLE,), "models": ("demo",), "host": "127.0.0.1", "port": 8000, "time_limit": 5}
     expected |= {"checkpoint": SAMPLE, "class_names": SAMPLE, "allowed_hosts": ("a",), "prompts": ("a dog",)}
-    assert reported == expected | {"language_models": ("demo-caption",)}
+    assert reported == expected
 
 
 def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(monkeypatch):
@@ -402,7 +364,7 @@ def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(
 
     monkeypatch.setattr("vitflow.app.serve", instead)
     runpy.run_path(str(space / "app.py"), run_name="__main__")
-    assert reported["models"] == ([UNKNOWN, "demo"], ["demo-caption"])
+    assert reported["models"] == ([UNKNOWN, "demo"],)
     assert reported["host"] == "0.0.0.0" and reported["allowed_hosts"] == ["*"]  # behind a proxy, and in a frame
     assert (space / "requirements.txt").read_text() == "vitflow[app]\n"
     front = dict(re.findall(r"^(\w+): (.*)$", (space / "README.md").read_text(encoding="utf-8"), re.MULTILINE))

@@ -48,15 +48,9 @@ def answer(web, function: str, data: list, **headers: str) -> tuple[int, str]:
 
 
 def image_fields(image: object, **given: object) -> list:
-    """The fields of the tab for images."""
+    """The fields of the page."""
     usual = {"model": "demo", "method": "gae", "target": "", "prompts": "", "box": ""}
     return list(({"image": image} | usual | given).values())
-
-
-def worded(**given: object) -> list:
-    """The fields of the tab for words."""
-    usual = {"question": "What a word is attributed to", "model": "demo-caption", "image": None, "text": "a red heart"}
-    return list((usual | {"method": "", "count": 8} | given).values())
 
 
 def said(text: str) -> str:
@@ -102,10 +96,8 @@ def foreign(tmp_path_factory, page, uploaded) -> dict:
     return files
 
 
-@pytest.mark.parametrize("function", ["explain", "words"])
-def test_a_file_that_nobody_uploaded_is_refused_whether_it_is_there_or_not(web, page, foreign, function):
-    made = image_fields if function == "explain" else lambda file: worded(question="What is in an image", image=file)
-    answers = {name: answer(web, function, made(file)) for name, file in foreign.items()}
+def test_a_file_that_nobody_uploaded_is_refused_whether_it_is_there_or_not(web, page, foreign):
+    answers = {name: answer(web, "explain", image_fields(file)) for name, file in foreign.items()}
     [(status, text)] = set(answers.values())  # one and the same, to the letter
     assert status == 200 and "that was uploaded to this page" in said(text)
     assert set(page.heard.read_text().split()) == {"127.0.0.1"}
@@ -183,28 +175,21 @@ def test_other_pages_are_those_of_the_allowed_hosts():
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "expected"),
+    ("given", "expected"),
     [
-        ("explain", {"target": "x" * 3000}, "at most 2,000 characters"),
-        ("explain", {"prompts": "a\n" * 100}, "at most 16 prompts"),
-        ("explain", {"method": None}, "field Method"),
-        ("explain", {"target": None}, "field Class"),
-        ("explain", {"method": ["gae"]}, "uploaded to this page"),
-        ("explain", {"method": "rolout"}, "choices"),
-        ("explain", {"model": "/etc"}, "choices"),
-        ("explain", {"box": "inf,1,2,3"}, "left &lt; right"),
-        ("explain", {"box": "1,2,3"}, "expected LEFT,TOP,RIGHT,BOTTOM"),
-        ("words", {"text": "a heart " * 1000}, "at most 2,000 characters, got 8,000"),
-        ("words", {"question": "What is written next", "count": 1e9}, "60"),
-        ("words", {"question": "What is written next", "count": "many"}, "not"),
-        ("words", {"question": "Who is it"}, "choices"),
-        ("words", {"model": "/etc"}, "choices"),
-        ("words", {"method": "gradcam"}, "choices"),
+        ({"target": "x" * 3000}, "at most 2,000 characters"),
+        ({"prompts": "a\n" * 100}, "at most 16 prompts"),
+        ({"method": None}, "field Method"),
+        ({"target": None}, "field Class"),
+        ({"method": ["gae"]}, "uploaded to this page"),
+        ({"method": "rolout"}, "choices"),
+        ({"model": "/etc"}, "choices"),
+        ({"box": "inf,1,2,3"}, "left &lt; right"),
+        ({"box": "1,2,3"}, "expected LEFT,TOP,RIGHT,BOTTOM"),
     ],
 )
-def test_what_is_requested_has_bounds(web, uploaded, function, given, expected):
-    fields = image_fields(uploaded, **given) if function == "explain" else worded(**given)
-    assert expected in said(answer(web, function, fields)[1])
+def test_what_is_requested_has_bounds(web, uploaded, given, expected):
+    assert expected in said(answer(web, "explain", image_fields(uploaded, **given))[1])
 
 
 def test_all_files_together_have_a_limit(tmp_path, monkeypatch):
@@ -218,11 +203,6 @@ def test_all_files_together_have_a_limit(tmp_path, monkeypatch):
     for limit, refused in ((100, False), (99, True)):
         monkeypatch.setattr(page, "_BYTES", limit)
         assert bool(check._refused(Headers({}), "/gradio_api/upload")) == refused
-
-
-def test_a_prompt_that_cannot_be_joined_with_an_image_is_an_error_in_words(web, uploaded):
-    requested = worded(question="What is in an image", image=uploaded, text="<image><image>")
-    assert "cannot join the prompt" in said(answer(web, "words", requested)[1])
 
 
 def test_malformed_requests_are_answered_in_words(web, uploaded):
@@ -248,8 +228,8 @@ def events(web, session: str):
 
 def test_clicks_on_nothing_are_answered_in_words(web, uploaded):
     functions = web.get("/config").json()["dependencies"]
-    numbers = {one["api_name"]: one["id"] for one in functions if one["api_name"] in ("_patch", "_word")}
-    for name, given in {"_patch": image_fields(uploaded), "_word": []}.items():
+    numbers = {one["api_name"]: one["id"] for one in functions if one["api_name"] in ("_patch", "_class")}
+    for name, given in {"_patch": [None, *image_fields(uploaded)], "_class": image_fields(uploaded)}.items():
         for click in (
             None,
             {},
@@ -259,7 +239,7 @@ def test_clicks_on_nothing_are_answered_in_words(web, uploaded):
             {"index": [1, 2], "value": 0},
         ):
             session = f"{name}-{json.dumps(click)}"
-            body = {"data": [None, *given], "fn_index": numbers[name], "session_hash": session, "event_data": click}
+            body = {"data": given, "fn_index": numbers[name], "session_hash": session, "event_data": click}
             assert web.post("/gradio_api/queue/join", json=body).status_code == 200
             done = next(one for one in events(web, session) if one["msg"] == "process_completed")
             words = done["output"].get("error") or done["output"]["data"][-1]

@@ -10,7 +10,6 @@ from vitflow.errors import OptionError, load_extra
 
 def serve(
     models: Sequence[str],
-    language_models: Sequence[str] = ("demo-caption",),
     *,
     samples: Sequence[str | Path] = (),
     prompts: Sequence[str] = (),
@@ -20,15 +19,15 @@ def serve(
     time_limit: float = 30.0,
     **loading: Any,
 ) -> Any:
-    """Serve a page that explains images, texts and captions with the given models only.
+    """Serve a page that explains images with the given models only.
 
     Each model is loaded at its first use, once for all visitors, whose requests are queued. The page loads nothing from
     other hosts, and Gradio's analytics and sharing are off. Only uploaded files and the samples can be explained.
 
     Args:
-        models: models for images as for `load_model`; the first is selected.
-        language_models: models for texts, as for `explain_text` and `explain_generation`.
-        samples: sample images, of which the first is explained at once; by default the bundled drawn ones.
+        models: models as for `load_model`; the first is selected.
+        samples: sample images, of which the first is explained at once; by default a photograph, if a model is offered
+            that knows more than drawn shapes, and the bundled drawn images.
         prompts: initial prompts, if the first model is an image–text model.
         host: by default only this machine can connect; "0.0.0.0" allows all.
         port: by default the first free port from 7860.
@@ -42,10 +41,10 @@ def serve(
 
     Raises:
         OptionError: Gradio is not installed, no model is named, or the port is taken.
-        ModelError: a model for images is unknown.
+        ModelError: a model is unknown.
     """
     if not models:
-        raise OptionError("Expected at least one model for photographs, got none.")
+        raise OptionError("Expected at least one model, got none.")
     if not time_limit > 0:
         raise OptionError(f"Expected a time limit above 0 seconds, got {time_limit}.")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
@@ -54,5 +53,5 @@ def serve(
     from vitflow.app.page import launch
 
     loading = {name: value for name, value in loading.items() if value is not None}
-    offered = Models(models, language_models, time_limit, loading)
+    offered = Models(models, time_limit, loading)
     return launch(offered, samples, prompts, host=host, port=port, allowed_hosts=allowed_hosts)

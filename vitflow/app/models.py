@@ -1,4 +1,4 @@
-"""The models of a page, each loaded once, and the actions of its buttons: one request at a time."""
+"""The models of a page, each loaded once, and the actions of its fields: one request at a time."""
 
 import threading
 import time
@@ -29,10 +29,9 @@ from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.progress import Update, shown_by
 from vitflow.recording.isolation import default_device
-from vitflow.text.languages import load_language_model, load_processor
 
-# Bundled models.
-_BUNDLED = ("demo", "demo-caption", "demo-text")
+#: Bundled models, which know drawn shapes only.
+BUNDLED = ("demo", "demo-text")
 _TURN = threading.Lock()  # one pass is recorded at a time, and warnings are caught globally
 # An error or a result is scrolled to, as on a phone the buttons are below it.
 _SHOW = """() => {
@@ -42,18 +41,17 @@ _SHOW = """() => {
 
 
 class Models:
-    """Models of a page by name, each loaded once: `images` for images, `words` for texts and captions.
+    """Models of a page by name, each loaded once.
 
     A request takes at most `time_limit` seconds; `loading` are arguments of `load_model` for the first image model.
     """
 
-    def __init__(self, images: Sequence[str], words: Sequence[str], time_limit: float, loading: dict[str, Any]) -> None:
+    def __init__(self, images: Sequence[str], time_limit: float, loading: dict[str, Any]) -> None:
         for name in images:  # models are loaded at their first use, by which nobody sees a misspelt name
             if name != "demo" and not (":" in name or is_there(name) or is_of_transformers(name)):
                 check_timm_name(name)
-        self.images, self.words, self.time_limit, self._loading = list(images), list(words), time_limit, loading
-        self._image_model, self._language_model = cache(self._load), cache(load_language_model)
-        self._processor = cache(load_processor)
+        self.images, self.time_limit, self._loading = list(images), time_limit, loading
+        self._image_model = cache(self._load)
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
 
     def _load(self, name: str) -> nn.Module:
@@ -85,16 +83,18 @@ class Models:
         model = self._image_model(name)
         return is_pair(model), has_regions(model)
 
-    def reader(self, name: str, *, sees: bool = False) -> dict[str, Any]:
-        """Return a language model with its tokenizer, and its processor if it has one, as arguments."""
-        processor = {"processor": self._processor(bundled(name))} if sees else {}
-        model, tokenizer = self._language_model(bundled(name))
-        return {"model": model, "tokenizer": tokenizer, "name": name, **processor}
-
     def connect(
-        self, trigger: Any, function: Callable[..., Sequence[Any]], inputs: Any, outputs: Sequence[Any]
+        self,
+        trigger: Any,
+        function: Callable[..., Sequence[Any]],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        cleared: int = 0,
     ) -> None:
-        """Connect a trigger with a function whose last output is its notes; after an error, only these are shown."""
+        """Connect a trigger with a function whose last output is its notes.
+
+        After an error the first `cleared` outputs are emptied, the notes show the error, and the others stay.
+        """
 
         @wraps(function)
         def answer(*given: Any) -> tuple[Any, ...]:
@@ -105,7 +105,8 @@ class Models:
                     with _limited(self.time_limit):
                         *shown, notes = function(*given)
                 except VitflowError as error:
-                    return *(gr.skip() for _ in outputs[1:]), _messages("error", [f"{self._remedy(error)}{error}"])
+                    kept = (gr.skip() for _ in outputs[cleared + 1 :])
+                    return *(None,) * cleared, *kept, _messages("error", [f"{self._remedy(error)}{error}"])
             return *shown, _messages("note", [*(one.message for one in noted), *notes])
 
         named = {"api_visibility": "private"} if function.__name__.startswith("_") else {"api_name": function.__name__}
@@ -114,8 +115,8 @@ class Models:
 
     def _remedy(self, error: VitflowError) -> str:
         """Return what helps on the page if a model cannot be loaded."""
-        local = [name for name in (*self.images, *self.words) if name in _BUNDLED[:2]]
-        return f"Choose Model: {' or '.join(local)} (bundled).\n" if isinstance(error, ModelError) and local else ""
+        local = isinstance(error, ModelError) and "demo" in self.images
+        return "Choose Model: demo (bundled).\n" if local else ""
 
 
 @contextmanager
@@ -130,8 +131,8 @@ def _limited(seconds: float) -> Iterator[None]:
         def update(_steps: int) -> None:
             if time.monotonic() - start[0] > seconds:
                 raise VitflowError(
-                    f"This takes longer than the limit of {seconds:g} s on this page: choose another Method, a shorter "
-                    "text or a smaller Model, or use the command line."
+                    f"This takes longer than the limit of {seconds:g} s on this page: choose another Method or a "
+                    "smaller Model, or use the command line."
                 )
 
         yield update
@@ -149,7 +150,7 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
 
 def model_field(names: Sequence[str]) -> Any:
     """Build the field of models by name, of which the bundled ones know drawn shapes only."""
-    labels = [f"{name} (knows drawn shapes only)" if name in _BUNDLED else name for name in names]
+    labels = [f"{name} (knows drawn shapes only)" if name in BUNDLED else name for name in names]
     return gr.Dropdown([*zip(labels, names, strict=True)], label="Model")
 
 
@@ -169,12 +170,10 @@ def path_of(path: str | None) -> Path:
     return Path(path)
 
 
-def result_fields(hint: str, words: Any = None) -> list[Any]:
+def result_fields(hint: str) -> list[Any]:
     """Build the output fields: figure, click target, files, code, and notes."""
     notes = gr.HTML(elem_classes="messages")
     gr.Markdown(hint)
-    if words is not None:
-        words.render()
     shown: dict[str, Any] = {"elem_classes": "result", "buttons": ["download", "fullscreen"]}
     figure = gr.Image(show_label=False, interactive=False, type="filepath", **shown)
     with gr.Accordion("Download", open=False):

@@ -1,4 +1,4 @@
-"""The page: its tabs, style and server, and which requests it answers."""
+"""The page: its style and server, and which requests it answers."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitflow.app.models import Models
-from vitflow.app.tabs import images_tab, words_tab
+from vitflow.app.tabs import image_fields
 from vitflow.errors import OptionError, printable
 from vitflow.images.reading import MAX_PIXELS
 
@@ -35,6 +35,8 @@ _CSS = """
 .result img { max-height: calc(100vh - 300px); object-fit: contain }
 .secondary-wrap input { margin-right: 2.4em; text-overflow: ellipsis }
 .says { font-size: 1.2em }
+.bars:not(:has(button)) { display: none }
+.bars dl { font-family: inherit }
 .messages p { margin: 0; padding: .5em .75em; white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid }
 .messages .note { border-color: #2b5fb3 }
 .messages .error { border-color: #c0392b; font-weight: 600 }
@@ -141,11 +143,7 @@ def launch(
     """Build the page and serve it in the background; arguments as for `serve`."""
     with _Page(title="vitflow", analytics_enabled=False, delete_cache=(_KEPT, _KEPT)) as page:
         gr.Markdown("### vitflow: see what a Vision Transformer looks at")
-        with gr.Tab("Images"):
-            images_tab(models, samples, prompts, page.load)
-        if models.words:
-            with gr.Tab("Words"):
-                words_tab(models, samples)
+        image_fields(models, samples, prompts, page.load)
     others, names = [one.lower() for one in allowed_hosts], {"localhost", "127.0.0.1", "[::1]", host}
     if host in ("0.0.0.0", "::"):  # every address of this machine
         names |= {socket.gethostname().lower(), *socket.gethostbyname_ex(socket.gethostname())[2]}

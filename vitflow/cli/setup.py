@@ -194,17 +194,9 @@ def _hub() -> str:
     "Model",
     "--model models",
     "ID|demo|PATH",
-    "Image model to offer; repeatable. The first is selected.",
+    "Model to offer; repeatable. The first is selected.",
     multiple=True,
     default=(shared.DEFAULT_MODEL, "demo"),
-)
-@shared.option(
-    "Model",
-    "--language-model language_models",
-    "ID|demo-caption|PATH",
-    "Model for texts and captions to offer; repeatable.",
-    multiple=True,
-    default=("demo-caption",),
 )
 @shared.option("Model", "--checkpoint", shared.FILE, "Weights for the first --model: safetensors or a torch file.")
 @shared.option("Model", "--class-names", shared.FILE, "File with its class names: one per line, or JSON.")
@@ -221,7 +213,7 @@ def _hub() -> str:
 @shared.option("Server", "--time-limit", _SECONDS, "Maximum time for one request.", default=30.0, metavar="SECONDS")
 @shared.option("Server", "--open/--no-open browser", None, "Open the page in a browser.", default=True)
 def app(images: tuple[Path, ...], **given: Any) -> None:
-    """Open the web app: upload a photograph, click a patch, click a word.
+    """Open the web app: upload a photograph, click a class or a patch.
 
     \b
     vitflow app cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k

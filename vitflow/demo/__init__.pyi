@@ -3,6 +3,7 @@ from .drawing import DEMO_CAPTION as DEMO_CAPTION
 from .drawing import DEMO_MODEL as DEMO_MODEL
 from .drawing import DEMO_TEXT as DEMO_TEXT
 from .drawing import FIRST_TRAINING_SEED as FIRST_TRAINING_SEED
+from .drawing import PHOTOGRAPH as PHOTOGRAPH
 from .drawing import SAMPLE_FOLDER as SAMPLE_FOLDER
 from .drawing import DemoImage as DemoImage
 from .drawing import draw_ground as draw_ground

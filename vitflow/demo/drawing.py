@@ -102,6 +102,7 @@ def draw_images(count: int, seed: int = 0, size: int | tuple[int, int] = 96) -> 
 DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration that captions drawn images
 DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel that scores sentences for drawn images
 SAMPLE_FOLDER = Path(__file__).with_name("images")
+PHOTOGRAPH = Path(__file__).with_name("cat.jpg")  # for models that know more than drawn shapes
 
 
 def sample_images() -> list[Path]:
