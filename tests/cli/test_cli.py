@@ -108,7 +108,9 @@ def test_the_default_method_follows_what_is_requested_and_is_reported(here, imag
     code, out, err = here(*given, "--json")
     record = json.loads(out)
     assert code == 0 and {one["method"] for one in record.get("maps", [record])} == {method}
-    assert f"-{method}" in record["output"] and f"method: {method} (change with --method)" in err
+    assert f"-{method}" in record["output"] and f"method: {method} (change with --method" in err
+    assert ("attention rollout (not class-specific); predicted: " in err) == (method == "rollout")
+    assert ("--class NAME" in err) == (method == "rollout")
     _, _, err = here(*given, "--method", "gae")
     assert "method: " not in err
 

@@ -73,7 +73,7 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
         for actual, alone in zip(maps, expected, strict=True):
             assert (actual.method, actual.options) == (alone.method, alone.options)
             np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-4, atol=1e-6)
-    assert compared.labels[1:] == ("rollout (min over heads, 37% discarded)", "gae (vitflow defaults)", "random")
+    assert compared.labels[1:] == ("rollout (min over heads, 37% discarded)", "gae", "random")
     assert [maps[0].source for maps in compared.images] == ["image 1", "image 2", "image 3"]
     assert len(compared.saliencies) == 15
 
@@ -119,7 +119,7 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     (above, first, _), (below, second, _) = drawn
     assert [column.title for column in above] == ["Image", "Raw attention", "Random map"]
     assert [column.group for column in above] == ["", "not class-specific", "baselines, not class-specific"]
-    assert [column.title for column in below] == ["Image", "GAE (vitflow defaults)", "Grad-CAM"]
+    assert [column.title for column in below] == ["Image", "GAE", "Grad-CAM"]
     assert [column.group for column in below] == ["", "class-specific", "class-specific"]
     assert [[len(cells) for cells in block] for block in first] == [[1, 1, 1]] * 2
     assert [[len(cells) for cells in block] for block in second] == [[3, 3, 3]] * 2
@@ -230,12 +230,12 @@ def test_json_holds_every_value(explainer, tmp_path):
     compared = compare(IMAGES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 1])
     read = json.loads(compared.save(tmp_path / "strip.json").read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(compared.to_dict()))
-    assert len(read["maps"]) == 6 and read["methods"] == ["rollout (vitflow defaults)", "gae (vitflow defaults)"]
+    assert len(read["maps"]) == 6 and read["methods"] == ["rollout", "gae"]
     for actual, saliency in zip(read["maps"], compared.saliencies, strict=True):
         np.testing.assert_array_equal(np.float32(actual["grid"]), saliency.grid)
         assert actual["class_index"] == saliency.target
-    assert {pair["methods"][1] for pair in read["agreement"]["pairs"]} == {"gae (vitflow defaults)"}
-    assert set(read["agreement"]["between_classes"]) == {"gae (vitflow defaults)"}
+    assert {pair["methods"][1] for pair in read["agreement"]["pairs"]} == {"gae"}
+    assert set(read["agreement"]["between_classes"]) == {"gae"}
     assert all("grid" not in one for record in compared.records() for one in record["maps"])
 
 
@@ -324,10 +324,10 @@ def test_agreement_is_the_mean_over_images_and_classes(explainer):
     assert actual.maps == 6
     assert actual.spearman[0][1] == actual.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
     assert actual.overlap[1][2] == actual.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
-    assert actual.between_classes == {"gae (vitflow defaults)": pytest.approx(np.mean(between), abs=1e-12)}
+    assert actual.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
     table = str(actual).splitlines()[2:]
     shown = f"{actual.spearman[1][0]:.2f}".replace("-", "−")
-    assert table[2].split()[:5] == ["2", "gae", "(vitflow", "defaults)", shown]
+    assert table[2].split()[:3] == ["2", "gae", shown]
     assert table[2].split()[-1] == f"{actual.overlap[1][2]:.2f}"
 
 

@@ -53,13 +53,12 @@ PUBLISHED = [one for one in list_methods() if one.published not in (None, one.de
 
 @pytest.mark.parametrize("method", PUBLISHED, ids=lambda one: one.name)
 def test_a_name_says_whether_options_are_those_of_the_paper(method):
-    for options, variant in ((method.published, "paper"), (method.defaults, "vitflow defaults")):
-        assert method_label(method.name, options) == f"{method.name} ({variant})"
-        assert method_in_words(method, options).startswith(f"{method.title} ({variant}")
-    queried = {**method.defaults, "patch": (1, 2)}
-    assert method_label(method.name, queried) == f"{method.name} (vitflow defaults, patch (1, 2))"
+    assert method_label(method.name, method.published) == f"{method.name} (as published)"
+    assert method_in_words(method, method.published) == f"{method.title} (as published)"
+    assert method_label(method.name, method.defaults) == method.name
+    assert method_label(method.name, {**method.defaults, "patch": (1, 2)}) == f"{method.name} (patch (1, 2))"
     changed = method_label(method.name, {**method.defaults, "refine": 3, "score": "logit"})
-    assert "(" in changed and "paper" not in changed and "defaults" not in changed
+    assert "(" in changed and "published" not in changed
 
 
 def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(demo, tmp_path):

@@ -1,5 +1,6 @@
 """From images to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
 
+import inspect
 import json
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -394,3 +395,11 @@ def test_the_trained_vit_tiny_knows_the_photographs(shared_data):
         for saliency in explaining.explain_batch(files[start : start + 10])
     ]
     assert sum(target == int(label) for target, (_, label) in zip(actual, rows, strict=True)) >= 30
+
+
+def test_the_model_is_the_second_argument():
+    for function in (vitflow.explain, vitflow.compare, vitflow.layer_maps, vitflow.feature_maps, vitflow.explore):
+        assert list(inspect.signature(function).parameters)[1] == "model"
+    for wrong in ("cat.jpg", IMAGES[0], IMAGES, torch.zeros(3, 8, 8)):
+        with pytest.raises(OptionError, match="image first"):
+            vitflow.explain("demo", wrong)

@@ -43,9 +43,10 @@ def test_a_figure_says_what_it_shows(demo, tmp_path):
         saliency = demo.explain(image, method=method, **options)
         actual = words(saliency, tmp_path)
         joined = " ".join(actual)
-        assert f"{saliency.label}, {saliency.probability:.1%}" in actual
+        predicted = "" if method == "gae" else "predicted: "
+        assert f"{predicted}{saliency.label}, {saliency.probability:.1%}" in actual
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
-        assert ("the same for every class" in joined) == (method == "rollout")
+        assert (f"{saliency.definition.title} (not class-specific)" in joined) == (method == "rollout")
         assert ("30% discarded" in joined) == (method == "rollout")
         (low, high), unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
         assert f"percentile of the patches are {low} and {high} {unit}".strip() in joined

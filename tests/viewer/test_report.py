@@ -82,7 +82,7 @@ def test_tabs_change_the_map(page):
     draw = "() => document.getElementById('heat').toDataURL()"
     before = page.evaluate(draw)
     reported = page.locator("#departs")
-    assert page.locator(".summary").text_content().count("rollout (vitflow defaults), centre") == 1
+    assert page.locator(".summary").text_content().count("rollout (not class-specific), centre") == 1
     assert reported.text_content() == "max over heads, 90% discarded, value-weighted, refined by attention"
     page.get_by_role("tab", name="centre").click()
     assert reported.text_content() == ""

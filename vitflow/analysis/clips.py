@@ -114,8 +114,10 @@ class Clip:
         from vitflow.images.typesetting import draw_clip
 
         images, first = self.overlays(**options), self.frames[0]
-        lines = [line for line in captions.class_lines(self.score) if line]
-        title = ": ".join(filter(None, (captions.method_title(first.definition, first.options), ", ".join(lines))))
+        more = () if first.class_specific else (captions.NOT_SPECIFIC,)
+        lines = [line for line in captions.class_lines(self.score, first.class_specific) if line]
+        method = captions.method_title(first.definition, first.options, *more)
+        title = ": ".join(filter(None, (method, ", ".join(lines))))
         title += "" if self.joint else f" in frame {self.best + 1}"
         shown = {number: images[number] for number in self.key_frames}
         return written(draw_clip(shown, self.shares, title=title, notes=list(self.notes()), span=self.span), path)
@@ -139,8 +141,6 @@ class Clip:
         if not first.placement.sees_everything:
             notes.append("The line in a frame marks the region that the model saw.")
         notes.append("The grey line in the curve marks equal shares.")
-        if not first.class_specific and self.score.index is not None:
-            notes.append("The maps are the same for every class.")
         method = captions.method_in_words(first.definition, first.options)
         notes.append(f"{method} · {image_name(self.source)} · {self.span * len(self.frames)} frames · {first.model}")
         return notes
@@ -189,7 +189,8 @@ class Clip:
         return bundle(repr(self), self.figure())
 
     def __repr__(self) -> str:
-        method = captions.method_label(self.frames[0].method, self.frames[0].options)
+        first = self.frames[0]
+        method = captions.map_label(first.method, first.options, first.class_specific)
         return f"Clip({self.source}, {len(self.frames)} frames, {method}, {self.score.name})"
 
 
@@ -220,8 +221,8 @@ def _shares(above: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def explain_clip(
     clip: ClipSource,
-    *,
     model: Any,
+    *,
     method: str | None = None,
     target: Target = None,
     frames: int | None = None,

@@ -125,8 +125,8 @@ def mean_of_defined(values: Iterable[float | None]) -> float | None:
 @takes_method_options
 def compare(
     images: ImageInput | Sequence[ImageInput],
-    *,
     model: str | Path | nn.Module | Explainer,
+    *,
     methods: Sequence[MethodChoice] | None = None,
     targets: Targets | Contrast | Sequence[Contrast] = None,
     fit: str = "crop",

@@ -34,8 +34,8 @@ _ANSWERS, _TARGETS = 5, "top3"
 
 def explore(
     images: ImageInput | Sequence[ImageInput],
-    *,
     model: str | Path | nn.Module | Explainer,
+    *,
     methods: Sequence[MethodChoice] | None = None,
     targets: Targets = _TARGETS,
     max_size: float = 40.0,

@@ -91,7 +91,9 @@ class LayerMaps(FigureResult):
         strip = Strip(pen)
         cells = [[(column, strip.cell(each)) for column, each in section] for section in self._sections()]
         photograph = pen.photograph(whole.image, whole.placement)
-        named = Cell(photograph, tuple(captions.class_lines(whole.score)), (image_name(whole.source),))
+        named = Cell(
+            photograph, tuple(captions.class_lines(whole.score, whole.class_specific)), (image_name(whole.source),)
+        )
         cells[0].insert(0, (Column("Image"), named))
         bands: list[Band] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
@@ -127,8 +129,8 @@ class LayerMaps(FigureResult):
 @takes_method_options
 def layer_maps(
     image: ImageInput,
-    *,
     model: str | Path | nn.Module | Explainer,
+    *,
     method: str | None = None,
     layer: int = -1,
     target: Target | Contrast = None,
@@ -291,8 +293,8 @@ def _coloured(
 
 def feature_maps(
     images: ImageInput | Sequence[ImageInput],
-    *,
     model: str | Path | nn.Module | Explainer,
+    *,
     layer: int = -1,
     foreground: bool = False,
     fit: str = "crop",

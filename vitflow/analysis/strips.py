@@ -75,7 +75,8 @@ class Strip:
     def block(self, columns: Sequence[Sequence[Saliency]], limits: Sequence[Limits | None]) -> Block:
         """Draw an image with the target of each row, then its maps, each column between its limits."""
         named, first = max(columns, key=lambda maps: (len(maps), maps[0].class_specific)), columns[0][0]
-        labels, marks = [tuple(captions.class_lines(each.score)) for each in named], bool(first.facts.keys() & _MARKS)
+        labels = [tuple(captions.class_lines(each.score, each.class_specific)) for each in named]
+        marks = bool(first.facts.keys() & _MARKS)
         references: list[list[Cell]] = []
         if compared := [each.reference for each in named if each.reference is not None]:
             references.append(
@@ -193,8 +194,8 @@ def in_rows(items: Sequence[_Item], most: int) -> list[list[_Item]]:
 
 
 def _head(saliency: Saliency) -> Column:
-    group = "class-specific" if saliency.class_specific else "not class-specific"
+    group = "class-specific" if saliency.class_specific else captions.NOT_SPECIFIC
     if saliency.method in BASELINES:
-        group = "baselines, not class-specific"
+        group = f"baselines, {captions.NOT_SPECIFIC}"
     described = saliency.definition, saliency.options
     return Column(captions.method_title(*described), captions.departures(*described), group)

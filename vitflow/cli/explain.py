@@ -142,9 +142,8 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
         say(f"error: {name}{error}")
         return False
     say_notes(saliencies)
-    several = "maps" in record
     for saliency in saliencies:
-        say(f"{printable(image)}: {_prediction(saliency, explainer.class_names, several)}")
+        say(f"{printable(image)}: {_prediction(saliency, explainer.class_names)}")
     if given["as_json"]:
         say_record(record | {"output": str(output)})
     else:
@@ -153,14 +152,19 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     return True
 
 
-def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> str:
-    """Describe the target of a map and its score; `several`: the user requested several classes."""
+def _prediction(saliency: Any, class_names: list[str] | None) -> str:
+    """Describe the target of a map and its score."""
     score = saliency.score
     if score.sides:
         return f"{score.name}, {score.display}"
     if score.index is None:
         return f"{saliency.method} (the model has no classes)"
     text = f"{score.name} ({score.index}), {score.display}" if score.named else f"{score.name}, {score.display}"
+    if not saliency.class_specific:
+        from vitflow.explaining.captions import map_label
+
+        label = map_label(saliency.method, saliency.options, saliency.class_specific)
+        text = f"{label}; {'predicted: ' if score.is_predicted else ''}{text}"
     if not score.is_predicted:
         names = class_names and f"{class_names[score.predicted]} ({score.predicted})"
         text += f"; predicted: {names or f'class {score.predicted}'}"
@@ -168,8 +172,6 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
         text += f"; map of the score minus {against}"
     if blank := saliency.facts.get("blank"):
         text += f"; {blank['display']} for a blank image"
-    if not saliency.class_specific and (several or not score.is_predicted):
-        text += f"; {saliency.method} does not depend on the class"
     return text
 
 

@@ -13,7 +13,7 @@ from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
-from vitflow.registry.method_table import Method, list_methods
+from vitflow.registry.method_table import Method, get_method, list_methods
 from vitflow.registry.options import OPTIONS, Option, Scope, options_of
 from vitflow.text.method_table import TEXT_METHODS
 
@@ -238,8 +238,9 @@ def has_target(given: Mapping[str, Any]) -> bool:
 
 
 def say_default(method: str) -> None:
-    """Print the default method."""
-    say(f"method: {method} (change with --method)")
+    """Print the default method, and how to request a map of one class if it is not class-specific."""
+    advice = "" if get_method(method).class_specific else "; a map for one class: --class NAME"
+    say(f"method: {method} (change with --method{advice})")
 
 
 def method_values(given: Mapping[str, Any]) -> dict[str, Any]:

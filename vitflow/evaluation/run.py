@@ -66,8 +66,8 @@ _MISSING = {
 @takes_method_options
 def evaluate(
     data: str | os.PathLike[str] | Dataset | Iterable[ImageSource],
-    *,
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
+    *,
     methods: str | Sequence[MethodChoice] | None = None,
     metrics: Iterable[str] | None = None,
     output: str | os.PathLike[str] | None = None,

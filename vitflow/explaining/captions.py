@@ -12,17 +12,25 @@ from vitflow.registry.options import REFINING, option_in_words
 
 # Split-half Spearman correlation below which maps differ between seeds.
 _LOW_RELIABILITY = 0.2
+#: Said of a map that is the same for every class.
+NOT_SPECIFIC = "not class-specific"
 
 
-def class_lines(score: Score) -> Iterator[str]:
-    """Yield the target and its score, in one or two lines."""
+def class_lines(score: Score, class_specific: bool = True) -> Iterator[str]:
+    """Yield the target of a map and its score, in one or two lines; of the predicted class, on which it may not depend.
+
+    >>> score = Score("cat", 0.8, index=3, predicted=3)
+    >>> list(class_lines(score)), list(class_lines(score, class_specific=False))
+    (['cat, 80.0%'], ['predicted: cat, 80.0%'])
+    """
+    name = score.name if class_specific or not score.name or not score.is_predicted else f"predicted: {score.name}"
     if score.sides:
-        yield from (score.name, score.display)
+        yield from (name, score.display)
     elif score.value is not None:
         # The probability of a long name is on a separate line, so that it is not cut off.
-        yield from (score.name, score.display) if len(score.name) > 40 else (f"{score.name}, {score.display}",)
-    elif score.name:
-        yield score.name
+        yield from (name, score.display) if len(score.name) > 40 else (f"{name}, {score.display}",)
+    elif name:
+        yield name
 
 
 def ends(score: Score, class_specific: bool) -> tuple[str, str]:
@@ -80,42 +88,51 @@ def _changes(options: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
 
 
 def variant(method: Method, options: Mapping[str, Any]) -> str:
-    """Return "paper" or "vitflow defaults" if options are those; empty for others, and if both are the same.
+    """Return "as published" if options are those of the publication, and these differ from the defaults; else "".
 
     The query, a patch or box, is part of neither.
 
     >>> rollout = get_method("rollout")
     >>> variant(rollout, rollout.complete({})), variant(rollout, rollout.complete({"preset": "paper", "patch": (3, 4)}))
-    ('vitflow defaults', 'paper')
-    >>> variant(rollout, rollout.complete({"discard_ratio": 0.5})), variant(get_method("random"), {})
-    ('', '')
+    ('', 'as published')
     """
-    if method.published in (None, method.defaults):
+    if method.published is None or method.published == method.defaults:
         return ""
     ignored = {"patch", "box", *(["affinity"] if options.get("refine") == 0 else [])}
-    for name, usual in (("paper", method.published), ("vitflow defaults", method.defaults)):
-        if all(options.get(option) == value for option, value in (usual or {}).items() if option not in ignored):
-            return name
-    return ""
+    same = all(options.get(name) == value for name, value in method.published.items() if name not in ignored)
+    return "as published" if same else ""
 
 
-def method_title(method: Method, options: Mapping[str, Any]) -> str:
-    """Return a method's title with its `variant` in brackets."""
-    return f"{method.title} ({text})" if (text := variant(method, options)) else method.title
+def method_title(method: Method, options: Mapping[str, Any], *more: str) -> str:
+    """Return a method's title with its `variant` and more words in brackets."""
+    text = ", ".join(filter(None, (variant(method, options), *more)))
+    return f"{method.title} ({text})" if text else method.title
 
 
-def method_label(name: str, options: Mapping[str, Any]) -> str:
-    """Return a method's name with its `variant`, and with options that differ from its defaults, in brackets.
+def method_label(name: str, options: Mapping[str, Any], *more: str, title: str = "") -> str:
+    """Return a method's name, or a title, with its `variant`, options that differ from its defaults, and more words.
 
     >>> rollout = get_method("rollout")
-    >>> [method_label("rollout", rollout.complete(options)) for options in ({"patch": (3, 4)}, {"discard_ratio": 0.5})]
-    ['rollout (vitflow defaults, patch (3, 4))', 'rollout (50% discarded)']
+    >>> [method_label("rollout", rollout.complete(options)) for options in ({"patch": (3, 4)}, {"preset": "paper"})]
+    ['rollout (patch (3, 4))', 'rollout (as published)']
     """
     method = get_method(name)
     which = variant(method, options)
-    changed = departures(method, options) if which == "paper" else _changes(options, method.defaults)
-    text = ", ".join(filter(None, (which, changed)))
-    return f"{name} ({text})" if text else name
+    changed = departures(method, options) if which else _changes(options, method.defaults)
+    text = ", ".join(filter(None, (which, changed, *more)))
+    return f"{title or name} ({text})" if text else title or name
+
+
+def map_label(name: str, options: Mapping[str, Any], class_specific: bool) -> str:
+    """Return the label of a map's method; for one that is not class-specific its title, and that.
+
+    >>> map_label("rollout", get_method("rollout").defaults, False), map_label("gae", get_method("gae").defaults, True)
+    ('attention rollout (not class-specific)', 'gae')
+    """
+    if class_specific:
+        return method_label(name, options)
+    title = get_method(name).title
+    return method_label(name, options, NOT_SPECIFIC, title=f"{title[:1].lower()}{title[1:]}")
 
 
 def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.errors import (
@@ -33,6 +35,7 @@ from vitflow.explaining.targets import (
     for_every_image,
     is_per_image,
 )
+from vitflow.files import READ_SUFFIXES
 from vitflow.images.reading import ImageSource
 from vitflow.methods.cells import mean_colour
 from vitflow.models.outputs import Outputs
@@ -50,8 +53,8 @@ _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit b
 @takes_method_options
 def explain(
     image: ImageSource | Tensor,
-    *,
     model: "str | Path | nn.Module | Explainer",
+    *,
     method: MethodChoice | None = None,
     target: Target | Contrast = None,
     fit: str = "crop",
@@ -131,6 +134,10 @@ class Explainer(RecordedModel):
     @classmethod
     def of(cls, model: "str | Path | nn.Module | Explainer", **settings: Any) -> "Explainer":
         """Return an explainer unchanged, or create it with settings; OptionError for settings that it does not have."""
+        image = Path(model).suffix.lower() in READ_SUFFIXES if isinstance(model, str | Path) else False
+        if image or isinstance(model, Tensor | np.ndarray | Image.Image | bytes | list | tuple):
+            given = repr(str(model)) if image else f"{type(model).__name__} as the model"
+            raise OptionError(f"Expected an image first, then the model: explain(image, model); got {given} second.")
         if not isinstance(model, Explainer):
             return cls(model, **settings)
         device = settings.get("device")

@@ -99,9 +99,11 @@ class Saliency:
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
         height, width = self.image.shape[:2]
-        target = f", class={self.label!r}" if self.label else ""
+        target = f", class={self.label!r}" if self.class_specific and self.label else ""
+        if self.label and not self.class_specific:
+            target = f"; {', '.join(captions.class_lines(self.score, False))}"
         patches = f"{rows} × {cols} patches on {width} × {height} pixels"
-        method = captions.method_label(self.method, self.options)
+        method = captions.map_label(self.method, self.options, self.class_specific)
         return f"Saliency({image_name(self.source)!r}, {method}, {patches}{target})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -223,9 +225,10 @@ class Saliency:
         pen = Pen(width, **drawing)
         limits = self._limits(pen)
         drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
-        title = captions.method_title(self.definition, self.options)
+        more = () if self.class_specific else (captions.NOT_SPECIFIC,)
+        title = captions.method_title(self.definition, self.options, *more)
         heads = [Column(title, captions.departures(self.definition, self.options))]
-        cells = [[Cell(drawn, tuple(captions.class_lines(self.score)))]]
+        cells = [[Cell(drawn, tuple(captions.class_lines(self.score, self.class_specific)))]]
         if self.reference is not None:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
@@ -237,8 +240,6 @@ class Saliency:
         """Yield the notes below the figure."""
         if crop := crop_note(self.placement):
             yield f"{crop[0].upper()}{crop[1:]}."
-        if self.target is not None and not self.class_specific:
-            yield "The map is the same for every class."
         if "," in (readout := self.facts.get("readout", "")):  # not the model's default pooling
             yield f"Readout: {readout}."
         yield from captions.notes_of(self.facts)

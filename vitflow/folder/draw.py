@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, check_known, printable, whole_number
-from vitflow.explaining.captions import departures, variant
+from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
 from vitflow.folder.columns import Maps, Row, by_rank, placement_of
@@ -261,13 +261,14 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
 
 
 def _described(run: Mapping[str, Any], label: str) -> tuple[str, str]:
-    """Return a method's label with its `variant`, and how its maps depart from its publication.
+    """Return a method's label, with its `variant` and whether it is class-specific, and its departures.
 
     For a custom method or an edited record, it is the label alone.
     """
     try:
         method, options = get_method(run["methods"][label]), run["options"][label]
-        return f"{label} ({text})" if (text := variant(method, options)) else label, departures(method, options)
+        words = filter(None, (variant(method, options), "" if method.class_specific else NOT_SPECIFIC))
+        return f"{label} ({text})" if (text := ", ".join(words)) else label, departures(method, options)
     except (OptionError, KeyError, TypeError, ValueError, AttributeError):
         return label, ""
 

@@ -262,6 +262,7 @@ def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict
         "window": row["window"],
         "areas": row["areas"],
         "label": row["target"] or "",
+        "predicted": row["target"] is not None and row["class_index"] == row.get("predicted_index"),
         "probability": row["probability"],
         "maps": {
             name: _map(grid, run, run["signed"].get(name, True), row["facts"].get(name, {}) | record)

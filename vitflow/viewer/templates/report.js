@@ -4,6 +4,9 @@ const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => 
 let method = methods[0], visible = [], current = null;
 images.forEach((image, order) => { image.order = order; });
 
+// A map that does not depend on the class has no more to do with the predicted one.
+const labelOf = (image) => `${image.predicted ? "predicted: " : ""}${image.label}`;
+
 // Cards of the gallery, drawn when they come into sight.
 const sight = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) drawCard(entry.target.image);
@@ -35,7 +38,7 @@ function makeCard(image) {
   inner.append(image.canvas); frame.append(inner);
   const name = document.createElement("span"), label = document.createElement("span");
   name.className = "name"; name.textContent = image.name;
-  label.className = "class"; label.textContent = [image.label, percent(image.probability)].filter(Boolean).join(" · ");
+  label.className = "class"; label.textContent = [labelOf(image), percent(image.probability)].filter(Boolean).join(" · ");
   card.append(frame, name, label);
   card.addEventListener("click", () => { select(image); bringIn(card); });
   image.card = card; image.opacity = alpha;
@@ -79,7 +82,7 @@ function show() {
   $("patch").hidden = true;
   bound($("seen"), image);
   $("name").textContent = image.name;
-  $("label").textContent = image.label;
+  $("label").textContent = labelOf(image);
   $("probability").textContent = percent(image.probability);
   $("reading").textContent = `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value`;
   $("original").href = image.link; $("overlay").href = image.overlays[method] || "";
