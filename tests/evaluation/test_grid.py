@@ -111,7 +111,7 @@ def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
     assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
     assert page.count("data:image/png;base64,") == len(drawn) + 1  # and the maps of three images
-    assert (answer := verdict(actual)) and f'<p class="verdict">{answer}</p>' in page
+    assert (answers := verdict(actual)) and all(answer.sentence in page for answer in answers)
 
     monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as db:
@@ -143,3 +143,12 @@ def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
     actual = evaluate(Dataset("mine", "images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
     assert len(actual.failures) == 1 and len(actual.images) == 16
     assert actual.table("grid_wins")[0].estimate.count % 4 == 0
+
+
+def test_grids_are_measured_by_default_and_left_out_of_the_tables_without_any(demo, tmp_path):
+    options = {"model": demo, "methods": ["gae"], "sanity_images": 0, "points": 3}
+    actual = evaluate("demo:16:3000", **options)
+    assert actual.table("grid_auc")[0].estimate.count % 4 == 0 and "class_sensitivity" not in actual.values
+    assert any("grid" in note and "besides the maps" in note for note in actual.notes)
+    write_image(tmp_path / "0.png", draw_image(0).image)
+    assert evaluate(tmp_path, **options).groups == ["faithfulness"]

@@ -27,9 +27,8 @@ def measured(count: int = 40, **means: dict[str, float]) -> Tables:
     return Tables("data", "model", methods, metrics, rows)
 
 
-def of_object(tables: Tables) -> str:
-    """The answer to where the object is."""
-    return verdict(tables).partition("Where the object is: ")[2]
+def answers(tables: Tables) -> list[str]:
+    return [answer.sentence for answer in verdict(tables)]
 
 
 def test_each_question_has_its_best_map_and_a_fast_one():
@@ -38,8 +37,11 @@ def test_each_question_has_its_best_map_and_a_fast_one():
         grid_auc={"gae": 0.90, "gradient_rollout": 0.60, "consensus": 0.70, "random": 0.5},
     )
     actual.values["grid_auc"][25:] = np.nan
-    assert of_object(actual).startswith("Consensus, or GAE if speed matters.")
-    assert verdict(actual).endswith("(on 25 images): GAE.")
+    assert answers(actual) == [
+        "On 40 images, Consensus is most often on the object; GAE is the best of the fast methods.",
+        "On 25 images, GAE separates one class from another best.",
+    ]
+    assert [answer.best for answer in verdict(actual)] == ["consensus", "gae"]
 
 
 def test_maps_that_cannot_be_distinguished_are_named():
@@ -47,7 +49,7 @@ def test_maps_that_cannot_be_distinguished_are_named():
     actual = measured(gap={"gae": 0.5, "gradient_rollout": 0.5, "rollout": 0.3, "random": 0.0})
     actual.values["gap"][:, 0] = 0.5 + 0.02 * same
     actual.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
-    assert verdict(actual).endswith("GAE (cannot be distinguished from Gradient rollout).")
+    assert answers(actual)[0].endswith("depends on; Gradient rollout is as good within the error.")
 
 
 def test_on_few_images_nothing_is_clear():
@@ -55,23 +57,38 @@ def test_on_few_images_nothing_is_clear():
         "roc_auc": {"gae": 0.92, "rollout": 0.7, "random": 0.5},
         "gap": {"gae": 0.3, "rollout": 0.5, "random": 0.0},
     }
-    assert verdict(measured(9, **means)).count("too few images") == 2
+    few = verdict(measured(9, **means))
+    assert [(answer.sentence[:14], answer.best) for answer in few] == [("Too few images", None)] * 2
     actual = measured(20, **means)
     actual.values["gap"][8:] = np.nan  # measured on eight of them
-    assert of_object(actual).startswith("GAE. ") and verdict(actual).count("too few images") == 1
+    assert [answer.best for answer in verdict(actual)] == ["gae", None]
+
+
+def test_classes_are_separated_by_grids_and_objects_only():
+    """A map that changes with the class need not be on it: Grad-CAM, and every noisy one, would win."""
+    changing = {"gae": 0.1, "gradcam": 0.8, "random": 0.0}
+    assert verdict(measured(class_sensitivity=changing)) == verdict(measured(grid_energy=changing)) == []
+    grids = {"class_sensitivity": changing, "grid_auc": {"gae": 0.7, "gradcam": 0.6, "random": 0.5}}
+    assert [answer.best for answer in verdict(measured(**grids))] == ["gae"]
+    assert "Too few images" in answers(measured(9, **grids))[0]
+    with_objects = measured(grid_auc=changing, separation={"gae": 0.9, "gradcam": 0.6, "random": 0.5})
+    with_objects.values["grid_auc"][4:] = np.nan
+    assert [answer.best for answer in verdict(with_objects)] == ["gae"]
 
 
 def test_lower_may_be_better_and_options_are_named():
-    assert verdict(measured(deletion_auc={"gae:refine=0": 0.4, "gae": 0.1, "random": 0.6})).endswith(": GAE.")
-    assert verdict(measured(deletion_auc={"gae:refine=0": 0.1, "gae": 0.4, "random": 0.6})).endswith("GAE (refine=0).")
+    for first, second in (("gae:refine=0", "gae"), ("gae", "gae:refine=0")):
+        [answer] = verdict(measured(deletion_auc={first: 0.4, second: 0.1, "random": 0.6}))
+        assert answer.best == second and ("GAE (refine=0) ranks" in answer.sentence) == (second != "gae")
 
 
 def test_a_map_that_is_not_clearly_better_than_a_random_one_is_not_named():
     actual = measured(roc_auc={"gae": 0.5, "random": 0.5})
     actual.values["roc_auc"][:, 1] = actual.values["roc_auc"][::-1, 0]
     for tables in (actual, measured(roc_auc={"gae": 0.3, "random": 0.5})):
-        assert of_object(tables) == "no map is clearly better than a random one."
+        [answer] = verdict(tables)
+        assert answer.best is None and "none is clearly better than a random one" in answer.sentence
     nothing = measured(grid_auc={"gae": 0.5, "random": 0.5})
     nothing.values["grid_auc"][:] = np.nan
     without = measured(roc_auc={"random": 0.5}), measured(shift_stability={"gae": 0.5, "random": 0.1}), nothing
-    assert [verdict(tables) for tables in without] == [""] * 3
+    assert [verdict(tables) for tables in without] == [[]] * 3

@@ -41,7 +41,7 @@ class _MethodOrAll(MethodWithOptions):
     "--metric metrics",
     "NAME|GROUP|all",
     "Metric or group (localisation, faithfulness, sanity, grid, intervals, correlation); repeatable.  "
-    "[default: the first three groups]",
+    "[default: the first four groups]",
     multiple=True,
 )
 @shared.option(

@@ -1,5 +1,6 @@
 """Measure an image: make its maps, and compute the values of each group of metrics."""
 
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -99,11 +100,14 @@ def measure(case: Case) -> dict[str, Any]:
         "turned": region is not None and is_turned(case.image.source),
         "region_share": None if region is None else float(region.mean()),
         "seconds": {label: saliency.seconds for label, saliency in case.maps.items()},
+        "group_seconds": {},
         "grid": None if case.grid is None else case.grid.names,
         "values": values,
     }
     for group in case.groups:
+        start = time.perf_counter()
         row |= _MEASURES[group](case, values) or {}
+        row["group_seconds"][group] = time.perf_counter() - start
     plain: dict[str, Any] = _rounded(row)
     return plain
 

@@ -89,7 +89,10 @@ GROUPS = {
         undefined="a map is constant, or does not shift by whole patches",
     ),
     "grid": Group(
-        "One class against another", "Among several objects, does the map highlight the target?", needs=("classes",)
+        "One class against another",
+        "Among several objects, does the map highlight the target?",
+        needs=("classes",),
+        default=True,
     ),
     "intervals": Group(
         "Intervals of sampling",

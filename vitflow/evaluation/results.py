@@ -110,7 +110,7 @@ class Evaluation(Tables):
             "departures_from_paper": self.departures,
             "settings": dict(self.settings),
             "notes": list(self.notes),
-            "verdict": verdict(self),
+            "verdict": [answer.sentence for answer in verdict(self)],
             "metrics": {metric.name: asdict(metric) for metric in self.metrics},
             "summary": [
                 {"metric": metric.name, "method": row.method, "baseline": row.baseline, **asdict(row.estimate)}
@@ -137,7 +137,8 @@ class Evaluation(Tables):
 
     def to_markdown(self) -> str:
         """Return the verdict, and tables of means ± standard errors for each group, baselines last, with the notes."""
-        blocks = [*filter(None, [verdict(self)]), *(table.to_markdown() for table in self._shown())]
+        sentences = " ".join(answer.sentence for answer in verdict(self))
+        blocks = [*filter(None, [sentences]), *(table.to_markdown() for table in self._shown())]
         if self.correlation is not None:
             blocks.append(f"Mean ± standard deviation over {counted(len(self.correlation), 'image')}, {self.model}.")
         departures = "; ".join(f"{label}: {text}" for label, text in self.departures.items() if text)

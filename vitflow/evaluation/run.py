@@ -95,7 +95,7 @@ def evaluate(
             these except similarity and methods that run the model again: frozen gradient, occlusion, sampling,
             consensus and LeGrad (with "all" without sanity checks). The baselines `random` and `centre` are added.
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "intervals", "correlation"), or
-            "all"; by default the first three groups.
+            "all"; by default the first four groups, without metrics that have no value on these images.
         output: folder for the rows, tables, figures and the HTML report.
         images: folder of the images of an annotation file, if they are not next to it.
         limit: maximum number of images, taken from the start.
@@ -157,11 +157,13 @@ def evaluate(
             f"{rows[0]['error']}: {rows[0]['message']}"
         )
     groups = [group for row in measured for group in row["groups"]]
+    by_method = [values for row in measured for values in row["values"].values()]
+    defined = {name for values in by_method for name, value in values.items() if value is not None}
     evaluation = Evaluation(
         data=dataset.name,
         model=explainer.model_id,
         methods=tuple(measured[0]["values"]),
-        metrics=tuple(metric for metric in shown if metric.group in groups),
+        metrics=tuple(m for m in shown if m.group in groups and (metrics is not None or m.name in defined)),
         records=tuple(rows),
         settings=settings | {"versions": versions()},
         kind=dataset.kind,
@@ -328,7 +330,8 @@ class _Run:
 
     def _work(self, samples: Sequence[Sample]) -> int:
         """Return the expected work on images, in runs of every method."""
-        return sum(1 + _SANITY_ROUNDS * ("sanity" in self.groups[sample.name]) for sample in samples)
+        names = [sample.name for sample in samples]
+        return sum(1 + (name in self.grids) + _SANITY_ROUNDS * ("sanity" in self.groups[name]) for name in names)
 
     def _rounds(self, samples: Sequence[Sample]) -> float:
         """Return the expected work on a batch, in runs of one slow method over it."""

@@ -30,8 +30,8 @@ from vitflow.registry.choices import ChosenMethod
 _WORDNET_ID = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000
 
-# Minimum probability of the labelled class of an image in a grid, exclusive.
-_MIN_PROBABILITY = 0.5
+# Minimum probability of the labelled class of an image in a grid, exclusive, and number of images that are tried.
+_MIN_PROBABILITY, _MOST_TRIED = 0.5, 200
 # Largest number of grids to draw, and of methods in each.
 _MAX_DRAWN = 3, 4
 
@@ -165,11 +165,11 @@ def maps_by_class(
 def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, ImageGrid]:
     """Return the grid of each image, by name, without the images that are in no grid.
 
-    Candidates are images whose labelled class is predicted with a probability above ½, in an order drawn with the seed.
+    Candidates are images whose labelled class is predicted with a probability above ½, among 200 drawn with the seed.
     Each grid takes the next four images of which none shows another's class.
     """
     candidates: list[tuple[Sample, int, frozenset[int]]] = []
-    for sample in sorted(samples, key=lambda sample: random_order(sample.name, seed)):
+    for sample in sorted(samples, key=lambda sample: random_order(sample.name, seed))[:_MOST_TRIED]:
         try:
             image = sample.read()
             truth = choose_target(image, explainer.num_classes, explainer.class_names)

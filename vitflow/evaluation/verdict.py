@@ -1,6 +1,7 @@
 """Sentences about an evaluation: the verdict, and notes on what was measured."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,11 +11,12 @@ from vitflow.evaluation.tables import Tables
 from vitflow.registry.choices import split_label
 from vitflow.registry.method_table import get_method, is_slow
 
-# Questions of the verdict, and the metrics that answer them; the first measured metric counts.
+# What the best method of each question does, and the metrics that answer it: the first one with enough values. A map
+# that changes with the class need not be on it, so class sensitivity is no answer.
 _QUESTIONS = {
-    "Where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
-    "What the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
-    "One class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
+    "is most often on the object": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "ranks best the patches that the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
+    "separates one class from another best": ("grid_auc", "separation"),
 }
 _BLUR_NOTE = (
     "Blurred controls are the same maps after a Gaussian blur of one patch. Blur improves localisation, because "
@@ -27,37 +29,47 @@ _REPLACED = {
 }
 
 
-def verdict(evaluation: Tables) -> str:
-    """Return a sentence for each question: the best method, and those that cannot be distinguished from it.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to a question: a sentence, and the method that it names as the best one, if any."""
 
-    Only measured metrics count; the text is empty if none of them answers a question. On fewer than ten images no
-    method is called better than another.
+    sentence: str
+    best: str | None = None
+
+
+def verdict(tables: Tables) -> list[Answer]:
+    """Answer each question by the best method, and those that cannot be distinguished from it.
+
+    Only measured metrics count. On fewer than ten images no method is called better than another.
 
     >>> from vitflow.evaluation import evaluate
-    >>> verdict(evaluate("demo:12", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
-    'On your 12 images. Where the object is: GAE.'
+    >>> [answer] = verdict(evaluate("demo:12", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
+    >>> answer.sentence, answer.best
+    ('On 12 images, GAE is most often on the object.', 'gae')
     """
-    total, sentences = len(evaluation.images), list[str]()
-    for question, names in _QUESTIONS.items():
-        metric = next((name for name in names if name in evaluation.values), None)
-        if metric is None or not (ranking := evaluation.ranking(metric)):
-            continue
-        best, count = ranking[0][0], evaluation.count(metric)
-        if count < MIN_CLEAR:
-            result = f"too few images to distinguish maps; the best mean is that of {_title(best)}"
-        elif evaluation.state(metric, best, "random") != "better":
-            result = "no map is clearly better than a random one"
-        else:
-            result = _title(best)
-            ties = [_title(other) for other, _ in ranking[1:] if evaluation.state(metric, best, other) == "unclear"]
-            if ties:
-                result += f" (cannot be distinguished from {_listed(ties)})"
-            fast = [method for method, _ in ranking if not is_slow(split_label(method)[0])]
-            if fast and best not in fast:
-                result += f", or {_title(fast[0])} if speed matters"
-        on = "" if count == total else f" (on {counted(count, 'image')})"
-        sentences.append(f"{question}{on}: {result}.")
-    return " ".join([f"On your {counted(total, 'image')}.", *sentences]) if sentences else ""
+    answers = []
+    for does_best, names in _QUESTIONS.items():
+        counts = {name: tables.count(name) for name in names if name in tables.values and tables.ranking(name)}
+        if counts:
+            metric = next((name for name, count in counts.items() if count >= MIN_CLEAR), next(iter(counts)))
+            answers.append(_answer(tables, metric, counts[metric], does_best))
+    return answers
+
+
+def _answer(tables: Tables, metric: str, count: int, does_best: str) -> Answer:
+    if count < MIN_CLEAR:
+        return Answer(f"Too few images to say which map {does_best}: {count}, and at least {MIN_CLEAR} are required.")
+    ranked, where = [method for method, _ in tables.ranking(metric)], f"On {counted(count, 'image')}, "
+    best = ranked[0]
+    if tables.state(metric, best, "random") != "better":
+        return Answer(f"{where}no map {does_best}: none is clearly better than a random one.")
+    sentence = f"{where}{_title(best)} {does_best}"
+    if ties := [_title(other) for other in ranked[1:] if tables.state(metric, best, other) == "unclear"]:
+        sentence += f"; {_listed(ties)} {'is' if len(ties) == 1 else 'are'} as good within the error"
+    fast = [method for method in ranked if not is_slow(split_label(method)[0])]
+    if fast and best not in fast:
+        sentence += f"; {_title(fast[0])} is the best of the fast methods"
+    return Answer(f"{sentence}.", best)
 
 
 def _title(label: str) -> str:
@@ -101,6 +113,10 @@ def notes_on(tables: Tables) -> list[str]:
             f"The grid pointing game has {made} of four images of different classes, drawn with the seed among images "
             "whose labelled class is predicted with a probability above 0.5."
         )
+    seconds = {name: sum(image["group_seconds"].get(name, 0.0) for image in images) for name in settings["groups"]}
+    if images and (total := sum(seconds.values())):
+        times = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items())
+        notes.append(f"Measuring took {total:.0f} s besides the maps: {times}.")
     checked = sum("sanity" in image["groups"] for image in images)
     if checked:
         notes.append(f"The sanity checks used {counted(checked, 'image')}.")
