@@ -27,8 +27,9 @@ import torch
 import vitflow
 from vitflow import Explainer
 from vitflow.analysis.comparison import mean_of_defined, spearman
+from vitflow.analysis.removal import REPLACEMENTS
 from vitflow.demo import draw_images
-from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, faithfulness_curves
+from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
 

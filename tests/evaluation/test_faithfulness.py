@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from tests import literal_vit
 from tests.small import Custom
 from vitflow import Explainer, load_model
+from vitflow.analysis.removal import patch_order, removed_counts
 from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, patch_order, removed_counts
+from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
 from vitflow.evaluation.measures.sanity import flip_stability
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score

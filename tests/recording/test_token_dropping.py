@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests import literal_vit
 from tests.small import Custom, jitter, since
 from vitflow import Explainer, load_model
+from vitflow.analysis.removal import can_drop_tokens, check_can_drop
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.evaluation.measures.faithfulness import can_drop_tokens, check_can_drop
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording import changed_tokens
 from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches

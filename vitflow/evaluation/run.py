@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from vitflow.analysis.removal import REPLACEMENTS, can_drop_tokens
 from vitflow.errors import (
     NoGradientError,
     OptionError,
@@ -23,7 +24,6 @@ from vitflow.errors import (
     whole_number,
 )
 from vitflow.evaluation.datasets import open_dataset
-from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation

@@ -2,46 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from vitflow.errors import (
-    ModelError,
-    OptionError,
-    ShapeError,
-    UnsupportedModelError,
-    VitflowError,
-    check_known,
-    whole_number,
-)
+from vitflow.analysis.removal import REPLACEMENTS, Kept, logits_without, patch_order, removed_counts
+from vitflow.analysis.removal import can_drop_tokens as can_drop_tokens
+from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.images.geometry import Extent
-from vitflow.methods.cells import cell_owners, mean_colour
-from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.changed_tokens import droppable_tokens
 from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
-from vitflow.recording.isolation import evaluating
 
-REPLACEMENTS = ("drop", "blank", "blur")
 # Shares of removed patches in the accuracy curves of Chefer et al.
 _PERTURBED = np.arange(10) / 10
-# σ of the blur, as a share of the shorter side. A smaller σ preserves too much: on the demo images 1/12 keeps 98 % of
-# the probability, 1/8 77 %, and 1/4 less than 1 %. On photographs 1/14 is enough.
-_BLUR = 0.25
-# Weight of the patches in a readout, and largest deviation from a uniform one, relative, that are rounding.
-_NO_WEIGHT, _UNIFORM = 1e-3, 1e-2
-
-Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,14 +86,6 @@ class Curves:
         return float(trapezoid(np.interp(_PERTURBED, self.fractions, self.correct_least), _PERTURBED))
 
 
-class _Choice(NamedTuple):
-    """Indices of the kept patches, [kept], on a grid of (rows, cols) that covers these pixels of the model input."""
-
-    kept: Indices
-    grid: tuple[int, int]
-    extent: Extent | None
-
-
 def faithfulness_curves(
     explainer: Explainer, maps: Sequence[Saliency], *, replace: str = "drop", points: int = 11, batch_size: int = 32
 ) -> list[Curves]:
@@ -176,22 +147,13 @@ def faithfulness_curves(
         if saliency.target is None:
             raise OptionError(f"The map of {saliency.method} has no target class: the model has no classes.")
     orders = [patch_order(saliency.grid) for saliency in maps]
-    whole = _Choice(np.arange(orders[0].size), maps[0].grid.shape, maps[0].placement.extent)
-    choices = [whole, whole._replace(kept=whole.kept[:0])]
+    whole = Kept(np.arange(orders[0].size), maps[0].grid.shape, maps[0].placement.extent)
+    choices = [whole, whole._replace(patches=whole.patches[:0])]
     for saliency, order in zip(maps, orders, strict=True):
         removed = removed_counts(order.size, points)[1:-1]
         kept = [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
-        choices += [_Choice(patches, saliency.grid.shape, saliency.placement.extent) for patches in kept]
-    pixels = explainer.pixels(placed)
-    no_patches = replace == "drop" and _pools_patches(explainer, placed, maps[0].target)
-    with torch.no_grad(), evaluating(explainer.model):
-        if replace == "drop":
-            logits = _with_dropped_tokens(explainer, pixels, choices, batch_size, no_patches)
-        else:
-            filler = mean_colour(pixels) if replace == "blank" else _blur(pixels)
-            logits = _with_filled_patches(explainer, pixels, choices, batch_size, filler)
-    if not torch.isfinite(logits).all():
-        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
+        choices += [Kept(patches, saliency.grid.shape, saliency.placement.extent) for patches in kept]
+    logits = logits_without(explainer, placed, choices, replace, maps[0].target, batch_size)
     _check_scores(explainer, maps, logits[:1])
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
@@ -204,30 +166,6 @@ def faithfulness_curves(
         correct = of_map.argmax(dim=-1).numpy() == saliency.target
         curves.append(Curves(np.linspace(0, 1, points), *probabilities, *target_logits, *correct))
     return curves
-
-
-def removed_counts(patches: int, points: int) -> list[int]:
-    """Return the number of removed patches at each point, from none to all; the second half mirrors the first.
-
-    >>> removed_counts(196, 11)
-    [0, 20, 39, 59, 78, 98, 118, 137, 157, 176, 196]
-    """
-    counts = [round(Fraction(point * patches, points - 1)) for point in range((points + 1) // 2)]
-    return counts + [patches - count for count in reversed(counts[: points // 2])]
-
-
-def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
-    """Return the indices of a map's patches, highest first, ties in raster order.
-
-    Raises:
-        ShapeError: the map is not [rows, cols] of finite values.
-
-    >>> patch_order(np.array([[0.1, 0.5], [0.5, 0.9]])).tolist()
-    [3, 1, 2, 0]
-    """
-    if grid.ndim != 2 or not np.isfinite(grid).all():
-        raise ShapeError(f"Expected a map [rows, cols] of finite values, got shape {grid.shape} or non-finite values.")
-    return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
 
 
 def shared_input(maps: Sequence[Saliency]) -> PlacedImage:
@@ -258,104 +196,3 @@ def _check_scores(explainer: Explainer, maps: Sequence[Saliency], logits: Tensor
                 f"Expected {reported:.4g} for {saliency.label} and the whole image, as the map of {saliency.method} "
                 f"reports, got {actual:.4g}. Use the explainer that made the map, with the same weights."
             )
-
-
-# --- Removed patches -------------------------------------------------------------------------------------------------
-
-
-def can_drop_tokens(explainer: Explainer) -> bool:
-    """Return True if the explainer's model can run on a subset of patches, tried once on noise.
-
-    >>> can_drop_tokens(Explainer("demo"))
-    True
-    """
-    try:
-        check_can_drop(explainer, explainer.spec.size)
-    except UnsupportedModelError:
-        return False
-    return True
-
-
-def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout:
-    """Return the layout of the droppable tokens for a model input of (height, width) pixels, or raise the reason."""
-    parameter = next(explainer.model.parameters(), torch.zeros(()))
-    pixels = torch.empty(1, explainer.spec.channels, *input_size, dtype=parameter.dtype, device=explainer.device)
-    try:
-        return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.outputs.read)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"{explainer.model_id} cannot drop patches from its sequence. {error} "
-            'Use replace="blank" or replace="blur" instead.'
-        ) from error
-
-
-def _pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None) -> bool:
-    """Return True if the output for this image has no value without patches, by its readout, or if that is unknown.
-
-    An average over all tokens has a value if there are prefix tokens.
-    """
-    try:
-        trace = explainer.targeted(explainer.record(placed), None if target is None else torch.tensor([target]))
-        readout, layout = trace.readout[0].double().cpu(), trace.top
-    except VitflowError:
-        return True
-    patches = float(readout[layout.patches].sum())
-    uniform = bool((readout * len(readout) - 1.0).abs().max() < _UNIFORM)
-    return patches > _NO_WEIGHT and not (uniform and layout.num_prefix_tokens)
-
-
-def _with_filled_patches(
-    explainer: Explainer, pixels: Tensor, choices: Sequence[_Choice], batch_size: int, filler: Tensor
-) -> Tensor:
-    """Return the logits [choices, classes] for an image whose other patches come from the filler, on the CPU."""
-    height, width = pixels.shape[-2:]
-    grids = {(choice.grid, choice.extent) for choice in choices}
-    owners = {(grid, extent): cell_owners(height, width, *grid, extent) for grid, extent in grids}
-    logits = []
-    for start in range(0, len(choices), batch_size):
-        visible = []
-        for choice in choices[start : start + batch_size]:
-            keeps = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
-            keeps[torch.from_numpy(choice.kept)] = True
-            visible.append(keeps[owners[choice.grid, choice.extent]][None])
-        images = torch.where(torch.stack(visible).to(pixels.device), pixels, filler)
-        logits.append(explainer.logits(images).cpu())
-    return torch.cat(logits)
-
-
-def _with_dropped_tokens(
-    explainer: Explainer, pixels: Tensor, choices: Sequence[_Choice], batch_size: int, blank_if_empty: bool
-) -> Tensor:
-    """Return the logits [choices, classes] without the tokens of the other patches, on the CPU; lengths by batch."""
-    layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
-    by_length: dict[int, list[int]] = {}
-    for index, choice in enumerate(choices):
-        if choice.grid != (layout.rows, layout.cols):
-            raise ShapeError(
-                f"Dropping tokens requires a map of the model's {layout.rows} × {layout.cols} patches, got "
-                f'{" × ".join(map(str, choice.grid))}. Use replace="blank" or replace="blur", which support any grid.'
-            )
-        by_length.setdefault(len(choice.kept), []).append(index)
-    order, logits = list[int](), list[Tensor]()
-    for length, indices in by_length.items():
-        for start in range(0, len(indices), batch_size):
-            chunk = indices[start : start + batch_size]
-            if length == layout.num_patches:
-                result = explainer.logits(pixels)
-            elif length == 0 and blank_if_empty:
-                result = explainer.logits(mean_colour(pixels))
-            else:
-                kept = torch.from_numpy(np.stack([choices[index].kept for index in chunk]))
-                result = run_on_patches(explainer.model, pixels, kept, layout=layout, outputs=explainer.outputs.read)
-            logits.append(result.cpu().expand(len(chunk), -1))
-            order += chunk
-    return torch.cat(logits)[np.argsort(order)]
-
-
-def _blur(pixels: Tensor) -> Tensor:
-    """Return the model input after a Gaussian blur."""
-    image = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
-    sigma = _BLUR * min(image.shape[:2])
-    blurred = cv2.GaussianBlur(image, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101).reshape(image.shape)
-    planes = np.ascontiguousarray(blurred.transpose(2, 0, 1))
-    return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
