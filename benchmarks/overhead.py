@@ -28,7 +28,6 @@ import torch
 
 from vitflow import Explainer
 from vitflow.explaining.applying import make_maps, recording_options
-from vitflow.methods.rollout import rollout_step
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 
@@ -72,10 +71,6 @@ def refinement_share(name: str, batch: int, repeats: int) -> float:
 class WrittenOut:
     """Run the attention that recording requires for the paper's rollout, without anything else."""
 
-    def __init__(self) -> None:
-        self.products: list[torch.Tensor] = []
-        self.layers = 0
-
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> torch.Tensor:
         (_, heads, tokens, width), output = query.shape, torch.empty_like(query)
         attention = query.new_empty(heads, tokens, tokens)
@@ -85,9 +80,6 @@ class WrittenOut:
         fused = query.new_empty(1, tokens, tokens)
         share = torch.full((1, 1, 1), 1 / heads).expand(1, 1, heads)
         torch.bmm(share, attention.view(1, heads, -1), out=fused.view(1, 1, -1))
-        below = self.products.pop() if self.layers % 3 else None
-        self.products.append(rollout_step(fused, below, 0.5, normal=True))
-        self.layers += 1
         return output
 
 

@@ -386,7 +386,12 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
         return x
 
     counting = model.norm_pre = small.Custom(count, kept=None)
-    for options in ({}, {"head_fusion": "mean"}, {"fusions": [("mean", False)], "residual": 0.5}, {"gradients": True}):
+    for options in (
+        {},
+        {"head_fusion": "mean"},
+        {"fusions": [("mean", False)], "discard_ratio": 0.5},
+        {"gradients": True},
+    ):
         with record_attention(model, **options) as trace:
             model(pixels)
         assert trace.refusal is None

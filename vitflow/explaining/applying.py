@@ -71,12 +71,12 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
         "features": sorted(features),
         "keys": keys,
         "means": means and not every_head,
-        **({} if every_head or keys or gradients else _options_of_one_rollout(chosen)),
+        "discard_ratio": 0.0 if every_head or keys or gradients else _common_discard_ratio(chosen),
     }
 
 
-def _options_of_one_rollout(chosen: Chosen) -> dict[str, float]:
-    """Return how the pass saves memory if all methods use one rollout: it discards values, or multiplies all layers."""
+def _common_discard_ratio(chosen: Chosen) -> float:
+    """Return the discard ratio if all methods use one rollout, so that the other values need not be kept, or 0."""
     names = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
     rollouts: list[list[Any]] = [
         [each.method.function, *(each.options.get(name) for name in names)]
@@ -84,9 +84,9 @@ def _options_of_one_rollout(chosen: Chosen) -> dict[str, float]:
         if "attention" in each.method.needs
     ]
     if not rollouts or any(each != rollouts[0] for each in rollouts[1:]) or rollouts[0][0] != ROLLOUT:
-        return {}
-    residual, discard_ratio, *ends = rollouts[0][3:]
-    return {"discard_ratio": discard_ratio} if discard_ratio else {"residual": residual} if ends == [1, -1] else {}
+        return 0.0
+    ratio: float = rollouts[0][names.index("discard_ratio") + 1]
+    return ratio
 
 
 def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
@@ -269,13 +269,13 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
         layers = _layers(trace, name, grid)
         try:
             if name == "attention":
-                recorded = [layer.means for _, layer in layers]
-                if not all(recorded):
+                means = [layer.mean for _, layer in layers if layer.mean is not None]
+                if len(means) != len(layers):
                     fused = trace.fused("mean")
-                    recorded = [[fused[index]] for index, _ in layers]
+                    means = [fused[index] for index, _ in layers]
                 patches = [layer.tokens.keys.patches for _, layer in layers]
-                pairs = zip(patches, recorded, strict=True)
-                affinity = co_attention([mean[:, among, among] for among, means in pairs for mean in means])
+                pairs = zip(patches, means, strict=True)
+                affinity = co_attention([mean[:, among, among] for among, mean in pairs])
             else:
                 affinity = key_affinity(
                     [layer.keys[:, layer.tokens.keys.patches] for _, layer in layers if layer.keys is not None]

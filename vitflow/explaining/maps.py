@@ -222,7 +222,6 @@ def rollout(
     head_fusion: HeadFusion,
     value_weighted: ValueWeighting,
     patch: Patch | None,
-    residual: float,
     discard_ratio: float,
     end_layer: int = -1,
     **options: Any,
@@ -230,8 +229,6 @@ def rollout(
     """Attention rollout of the readout, on the (finest) patch grid."""
     readouts, matrices = _readouts(trace, patch), trace.fused_values(head_fusion, value_weighted)
     layers = trace.layers[: check_layer("end_layer", end_layer, len(trace.layers)) + 1]
-    # Layers multiplied during the forward pass already include the residual connection.
-    options["residual"] = [0.0 if layer.multiplied else residual for layer in layers]
     options["discard_ratio"] = [discard_ratio if layer.prefix is None else 0.0 for layer in layers]
     return _through_layers(trace, matrices, readouts, end_layer=end_layer, **options)
 

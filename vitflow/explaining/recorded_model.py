@@ -138,10 +138,8 @@ class RecordedModel(ImageModel):
             trace = self._recorded_pass(pixels, outputs, **options)
         if trace.refusal is not None:
             return trace
-        multiplied = any(layer.multiplied for layer in trace.layers)
-        if trace.discards_other_values() or (multiplied and trace.reads_several_blocks()):
-            again = {"residual": 0.0, "discard_ratio": 0.0}
-            return self._recorded_pass(pixels, outputs, cut=self._cut, **options | again)
+        if trace.discards_other_values():
+            return self._recorded_pass(pixels, outputs, cut=self._cut, **options | {"discard_ratio": 0.0})
         return trace
 
     @property

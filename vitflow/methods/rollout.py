@@ -98,25 +98,6 @@ def attention_rollout(
     return rows if readout is None else rows.squeeze(1)
 
 
-def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal: bool = False) -> Tensor:
-    """Return Â P: one more layer of rollout's product from the bottom up, [batch, tokens, tokens].
-
-    `below` is P, the product of the layers below (None for the identity); α is above 0, nothing is discarded, and
-    `normal` tells that the rows of W sum to 1.
-
-    >>> rollout_step(torch.tensor([[[0.5, 0.5], [0.0, 1.0]]]), None, 0.5)
-    tensor([[[0.7500, 0.2500],
-             [0.0000, 1.0000]]])
-    """
-    if below is None:
-        step = fused * (1.0 - residual)
-        step.diagonal(dim1=-2, dim2=-1).add_(residual)
-    else:  # into an existing tensor, without autocast
-        step = torch.empty_like(below)
-        torch.baddbmm(below, fused, below, beta=residual, alpha=1.0 - residual, out=step)
-    return step if normal else step.div_(residual + (1.0 - residual) * fused.sum(dim=-1, keepdim=True))
-
-
 def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
     """Return R of generic attention explainability: R ← R + W_l R from R = I, [batch, tokens, tokens].
 

@@ -68,7 +68,7 @@ def staged_rollout(
     *,
     readout: Tensor | Mapping[int, Tensor],
     discard_ratio: float | Sequence[float] = 0.0,
-    residual: float | Sequence[float] = 0.5,
+    residual: float = 0.5,
     start_layer: int = 1,
     additive: bool = False,
     passed: Sequence[Tensor | None] | None = None,
@@ -90,7 +90,7 @@ def staged_rollout(
             such weights of several layers by layer number, which are added to the row where it comes to that layer.
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows. Of all layers or of each.
-        residual: α, of all layers or of each.
+        residual: α.
         start_layer: s, the first layer of the product.
         additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
         passed: for each layer, mask of the tokens at its input that the layer below computed, bool [batch, tokens], or
@@ -105,16 +105,13 @@ def staged_rollout(
     >>> staged_rollout([torch.ones(1, 2, 1, 1)], [windows], readout=torch.tensor([[0.25, 0.75]]))[0]
     tensor([[0.2500, 0.7500]])
     """
-    shares, ratios = (
-        list(each) if isinstance(each, Sequence) else [each] * len(matrices) for each in (residual, discard_ratio)
-    )
-    for share, ratio in zip(shares, ratios, strict=False):
-        check_fraction("residual", share)
+    ratios = list(discard_ratio) if isinstance(discard_ratio, Sequence) else [discard_ratio] * len(matrices)
+    check_fraction("residual", residual)
+    for ratio in ratios:
         check_fraction("discard_ratio", ratio)
-    if not matrices or not len(matrices) == len(tokens) == len(shares) == len(ratios):
+    if not matrices or not len(matrices) == len(tokens) == len(ratios):
         raise ShapeError(
-            f"Expected tokens, residuals and discard ratios of {len(matrices)} layers, got {len(tokens)}, "
-            f"{len(shares)} and {len(ratios)}."
+            f"Expected tokens and discard ratios of {len(matrices)} layers, got {len(tokens)} and {len(ratios)}."
         )
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
@@ -129,7 +126,7 @@ def staged_rollout(
             row = row + carry(weights, layer.queries, layout)
         if number <= first:
             continue
-        step = ratios[number - 1], shares[number - 1], additive
+        step = ratios[number - 1], residual, additive
         matrix = matrices[number - 1]
         matrix = matrix.matrix.unsqueeze(1) if isinstance(matrix, LargestValues) else matrix
         row, layout = _through(row, layout, matrix, layer, *step)

@@ -53,13 +53,8 @@ class Listener:
         """Receive attention; return a replacement for its product with the values, or None for the product itself."""
         raise NotImplementedError
 
-    def on_attention_parts(
-        self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
-    ) -> None:
-        """Receive queries, keys and values, [batch, heads, tokens, width], and attention that is computed part by part.
-
-        `normal` is True if each query sees a key, so that the rows of each head sum to 1.
-        """
+    def on_attention_parts(self, parts: Iterator["Part"], qkv: Sequence[Tensor], visible: Tensor | None) -> None:
+        """Receive queries, keys and values, [batch, heads, tokens, width], and their attention part by part."""
         raise NotImplementedError
 
 
@@ -138,7 +133,7 @@ def attend(
     if plain and not torch.is_grad_enabled() and listener.accepts_parts(query):
         output: list[Tensor] = []
         parts = _attend_in_parts(query, key, value, attn_mask, scale, output)
-        listener.on_attention_parts(parts, (query, key, value), attn_mask is None, visible)
+        listener.on_attention_parts(parts, (query, key, value), visible)
         return output[0]
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:

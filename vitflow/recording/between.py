@@ -82,19 +82,16 @@ _Verified = Mapping[int, tuple[Tensor | None, Tensor]]
 def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watch: BlockWatch) -> str | None:
     """Set the masks of the tokens that each layer receives from the layer below, where some are replaced or zeroed.
 
-    `names` are the attention modules that ran; a layer may be a product of several. Return why a product of layers
-    would not follow the tokens, or None.
+    `names` are their attention modules. Return why a product of layers would not follow the tokens, or None.
     """
     blocks = blocks_of(call, names)
     remember_blocks(call.model, blocks)
     if set(watch.blocks) != set(blocks):
         watch = _repeated(call, blocks)
-    lowest = {name: layer for layer, name in _lowest_names(layers, names)}
-    by_block = {blocks[name]: lowest[name] for name in reversed(lowest)}
-    whole = next((layer for layer in layers if layer.multiplied), None)
+    by_block = dict(zip(reversed(blocks), reversed(layers), strict=True))  # with the lowest layer of each block
 
     def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
-        layer = by_block.get(boundary.above, whole)
+        layer = by_block.get(boundary.above)
         return () if layer is None else (layer.tokens.keys, layer.tokens.queries)
 
     # What is between the attention modules of one block is verified once.
@@ -105,7 +102,7 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
         return error.refusal(call, "a product of layers would not follow its tokens")
     for index, passage in passages.items():
         if passage.lost.any():
-            lowest[_first_name(blocks, calls, index)].passed = ~passage.lost
+            layers[_first_name(blocks, calls, index)].passed = ~passage.lost
     return None
 
 
@@ -256,16 +253,6 @@ def _apart(call: Call, watch: BlockWatch, passages: Mapping[int, _Passage], *, s
         limit = _HALF_DEVIATION if half else _DEVIATION
         apart[index] = ~passage.mixed & ((given @ direction - expected).abs() > limit * size)
     return apart
-
-
-def _lowest_names(layers: Sequence[AttentionLayer], names: Sequence[str]) -> Iterator[tuple[AttentionLayer, int]]:
-    """Yield each layer with the index of its name, or of the lowest name in its product."""
-    start = 0
-    for layer in layers:
-        count = max(layer.multiplied, 1)
-        top = names.index(layer.name, start + count - 1)
-        yield layer, top - count + 1
-        start = top + 1
 
 
 def _first_name(blocks: Sequence[str], calls: Sequence[str], index: int) -> int:

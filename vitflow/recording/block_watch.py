@@ -173,19 +173,10 @@ class BlockWatch:
         self.image = pixels if pixels.requires_grad else None
         return copied_on_write(pixels)
 
-    @property
-    def is_changed(self) -> bool:
-        """True if the input of the running block is not the output of the block before it."""
-        return len(self.calls) - 1 in self.changed
-
     def num_tokens(self, blocks: Sequence[str]) -> int | None:
         """Return the number of tokens that the last block returned, if it is one of these and returns a sequence."""
         last = None if self._last is None or self._last.path not in blocks else self._last.tokens
         return last.shape[1] if last is not None and last.ndim == 3 else None
-
-    def contains(self, path: str) -> bool:
-        """Return True if a module is in one of the compared blocks."""
-        return any(f"{path}.".startswith(f"{block}.") for block in self.blocks)
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""

@@ -18,9 +18,7 @@ from vitflow.methods.gradients import (
     fuse_weighted,
     join_values,
 )
-from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
-from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.projections import Projection
 
 # Head fusion, and the value weighting before it.
@@ -29,13 +27,6 @@ FusionKey = tuple[str, ValueWeighting]
 
 #: Factor of means over heads in half precision: probabilities down to 2e-9 keep 11 bits.
 MEAN_SCALE = 2.0**15
-# The number of layers per product. More layers take more time (noticeable in small models) and save little memory
-# compared with the forward pass.
-_MULTIPLIED = 4
-#: The most tokens per channel of layers that are multiplied. For longer sequences, the products would take more than a
-#: tenth of the time of the forward pass: benchmarks.overhead, as in docs/costs.md.
-TOKENS_PER_CHANNEL = 1.5
-
 #: The least share of discarded values for which storing the others with their positions saves memory.
 SPARSE = 0.5
 
@@ -94,12 +85,9 @@ class AttentionLayer:
         keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
         mixed: True if its heads were mixed or re-weighted after the softmax.
         visible: attention mask, bool [batch or 1, queries, keys], if requested and not all True.
-        multiplied: the number of layers in the rollout product (with residuals) that replaces its fused matrix; `name`
-            is the top layer's. 0 for plain attention.
         passed: mask of the tokens that this layer receives from the layer below, bool [batch, tokens]; None for all.
             Others were replaced or zeroed between the blocks.
-        means: if requested, the mean over heads of this layer, or of each layer of the product, times `MEAN_SCALE`,
-            float16 [batch · windows, queries, keys].
+        mean: if requested, the mean over heads times `MEAN_SCALE`, float16 [batch · windows, queries, keys].
         prefix: number of prefix tokens whose columns were kept, if values were discarded.
     """
 
@@ -111,9 +99,8 @@ class AttentionLayer:
     keys: Tensor | None = None
     mixed: bool = False
     visible: Tensor | None = None
-    multiplied: int = 0
     passed: Tensor | None = None
-    means: list[Tensor] = field(default_factory=list)
+    mean: Tensor | None = None
     prefix: int | None = None
 
     @property
@@ -131,7 +118,8 @@ class AttentionLayer:
         """Any matrix of the layer, [batch · windows, …, queries, keys], or zeros of its shape."""
         if self.parts:
             return self.parts[0].heads
-        fused = next(iter(self.fused.values()), *self.means[:1])
+        fused = next(iter(self.fused.values()), self.mean)
+        assert fused is not None
         if isinstance(fused, LargestValues):
             return fused.prefix.new_zeros(()).expand(*fused.prefix.shape[:2], fused.prefix.shape[1])
         return fused
@@ -286,45 +274,9 @@ def close_layer(
     if fusions is not None and layer.heads is not None:
         heads = layer.heads.detach()
         layer.fused = {key: fuse_parts(heads, key, values, parts) for key in fusions}
-        layer.means = [(heads.mean(dim=1, dtype=torch.float32) * MEAN_SCALE).half()] if means else []
+        layer.mean = (heads.mean(dim=1, dtype=torch.float32) * MEAN_SCALE).half() if means else None
         layer.parts, layer.values = (), None
     return layer
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Choice of what a pass keeps, to save memory.
-
-    Attributes:
-        residual: that of the rollout products that replace fused matrices, if above 0.
-        discard_ratio: share of the smallest values of each layer that are not kept.
-        layout: the layout that the user gave, with the prefix tokens whose columns keep all values.
-    """
-
-    residual: float
-    discard_ratio: float
-    layout: TokenLayout | None
-
-
-def append_product(
-    layers: list[AttentionLayer], layer: AttentionLayer, residual: float, *, normal: bool, anew: bool
-) -> None:
-    """Append a layer, or multiply it into the last rollout product, which replaces fused matrices.
-
-    `normal` is True if the rows of each head sum to 1; `anew` begins another product.
-    """
-    [(key, fused)] = layer.fused.items()
-    normal = not layer.mixed and (bool(key[1]) or (normal and key[0] == "mean"))
-    below = layers[-1] if layers else None
-    full = below is None or below.multiplied % _MULTIPLIED == 0
-    if anew or below is None or full or (below.example.shape, below.mixed) != (layer.example.shape, layer.mixed):
-        layer.multiplied, product = 1, rollout_step(dense(fused), None, residual, normal=normal)
-        layers.append(layer)
-    else:
-        layer.multiplied, layer.means = below.multiplied + 1, below.means + layer.means
-        product = rollout_step(dense(fused), below.example, residual, normal=normal)
-        layers[-1] = layer
-    layer.fused = {key: product}
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

@@ -27,13 +27,10 @@ from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import (
     MEAN_SCALE,
     SPARSE,
-    TOKENS_PER_CHANNEL,
     Arrange,
     AttentionLayer,
     FusionKey,
     ModuleAttention,
-    Reduction,
-    append_product,
     close_layer,
 )
 from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
@@ -50,8 +47,8 @@ class Listening(Interception):
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
-        means, reduction: True to keep means over heads; how the pass saves memory.
-        within: path of the submodule whose attention is recorded.
+        means, discard_ratio: True to keep means over heads; share of the smallest values that are not kept.
+        within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call: the recorded model call with images.
         calls: arguments of the running modules by path, if a text is read.
@@ -68,13 +65,14 @@ class Listening(Interception):
         keys: bool,
         visible: bool,
         means: bool,
-        reduction: Reduction,
+        discard_ratio: float,
     ) -> None:
         super().__init__()
         self.watch = BlockWatch(model)
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
-        self.means, self.reduction, self.within = means, reduction, ""
+        self.means, self.discard_ratio, self.within = means, discard_ratio, ""
+        self.layout: TokenLayout | None = None
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -154,9 +152,7 @@ class Listening(Interception):
             or not ((projection := self._projection()) is None or projection.is_product)
         )
 
-    def on_attention_parts(
-        self, parts: Iterator[Part], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
-    ) -> None:
+    def on_attention_parts(self, parts: Iterator[Part], qkv: Sequence[Tensor], visible: Tensor | None) -> None:
         """Receive a layer part by part, and fuse each part."""
         (query, key, value), name = qkv, self.path[-1][0]
         self._open[name] = []
@@ -167,18 +163,16 @@ class Listening(Interception):
             values = replace(values, gram=values.gram_for(batch * queries))
         fused: dict[FusionKey, Tensor | LargestValues] = {}
         matrices = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
-        means = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
+        mean = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
         fuse = PartFusion(values)
         for part in parts:
             for choice, matrix in matrices.items():
                 fuse(part, choice, out=matrix[part.images, part.queries])
-            if means is not None:
-                means[part.images, part.queries] = fuse.mean(part, MEAN_SCALE)
+            if mean is not None:
+                mean[part.images, part.queries] = fuse.mean(part, MEAN_SCALE)
         for choice, matrix in matrices.items():
             fused[choice] = normalize_rows(matrix, in_place=True) if choice[1] else matrix
-        layer = AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible)
-        layer.means = [] if means is None else [means]
-        self._take(layer, value.shape[1] * value.shape[-1], normal)
+        self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible, mean=mean))
 
     def _pools(self) -> bool:
         """Return True if the running module is an attention pooling head, or a direct part of one."""
@@ -275,9 +269,7 @@ class Listening(Interception):
                     f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "
                     f"{OTHER_METHODS if self.tokens is None else 'Use a model with full attention.'}"
                 )
-            values = [part.vectors for part in parts if part.vectors is not None]
-            channels = sum(each[0].numel() // each.shape[-2] for each in values)
-            self._take(close_layer(name, parts, module, fusions, self.means), channels)
+            self._take(close_layer(name, parts, module, fusions, self.means))
         elif name in self._projections:
             self._projections[name].check_product()
         for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
@@ -295,19 +287,13 @@ class Listening(Interception):
         whole = len(shapes) == 1 and all(queries == keys for _, queries, keys in shapes)
         return "" if whole else "chunk by chunk"
 
-    def _take(self, layer: AttentionLayer, channels: int, normal: bool = False) -> None:
+    def _take(self, layer: AttentionLayer) -> None:
         self.recorded_any = True
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
-        whole = count == self.batch and queries == keys
-        if whole and self.reduction.discard_ratio >= SPARSE:
+        if self.discard_ratio >= SPARSE and count == self.batch and queries == keys:
             self._discard(layer, keys)
-        short = keys <= TOKENS_PER_CHANNEL * channels
-        residual = self.reduction.residual
-        if residual and whole and short and self.watch.contains(layer.name):
-            append_product(self._trace.layers, layer, residual, normal=normal, anew=self.watch.is_changed)
-        else:
-            self._trace.layers.append(layer)
+        self._trace.layers.append(layer)
 
     def _discard(self, layer: AttentionLayer, tokens: int) -> None:
         """Keep the largest values of a layer, if its prefix tokens are known."""
@@ -317,11 +303,11 @@ class Listening(Interception):
         layout = self._layouts[tokens]
         if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
             layer.prefix = layout.num_prefix_tokens
-            layer.fused = {key: LargestValues.of(fused, self.reduction.discard_ratio, layer.prefix)}
+            layer.fused = {key: LargestValues.of(fused, self.discard_ratio, layer.prefix)}
 
     def _layout_of(self, tokens: int) -> TokenLayout | None:
         try:
-            return None if self.call is None else self.reduction.layout or declared_layout(self.call, tokens)
+            return None if self.call is None else self.layout or declared_layout(self.call, tokens)
         except UnsupportedModelError:
             return None
 

@@ -102,7 +102,7 @@ def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[
     in_order = [layer for layer in layers if layer.tokens.key_index is None]
     sites: dict[str, tuple[TokenLayout, ...]] = {}
     for name, block in zip(names, blocks_of(call, names), strict=True):
-        here = [layer.tokens for layer in in_order if layer.name == name or layer.multiplied]
+        here = [layer.tokens for layer in in_order if layer.name == name]
         sites[block] = tuple(dict.fromkeys(layout for each in here for layout in (each.queries, each.keys)))
     extents, refusal = find_extents(call, sites, tuple(layouts))
     if refusal is None:

@@ -1,9 +1,7 @@
 """The head of a recorded pass: from which tokens an output of each image is computed."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.recording.between import blocks_of
-from vitflow.recording.block_watch import BlockWatch, HeadGraph, is_nonzero, layer_counts
+from vitflow.recording.block_watch import BlockWatch, HeadGraph, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
 from vitflow.recording.readout import (
@@ -162,20 +160,6 @@ class RecordedHead(RecordedLayers):
         named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
         return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
 
-    def reads_several_blocks(self) -> bool:
-        """Return True if any output is computed from the tokens of several blocks, or not from the last one."""
-        outputs, graph, _ = self._graph()
-        if graph is None or not outputs.requires_grad or self.given_readout is not None:
-            return False
-        weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
-        try:
-            gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # the readout gives the reason
-            return False
-        return any(map(is_nonzero, gradients[:-1]))
-
     def _measure(self, targets: Tensor | None) -> Readouts:
         """Measure readouts, and replace those of images without a gradient by the declared pooling."""
         assert self.known_top is not None and self.pixels is not None
@@ -190,9 +174,8 @@ class RecordedHead(RecordedLayers):
         norms, rounding = [example.new_zeros(batch, top.num_tokens, dtype=torch.float64)], 0.0
         counts = [len(self.layers)]
         if graph is not None and outputs.requires_grad:
-            ends = list(accumulate(max(1, layer.multiplied) for layer in self.layers))  # a layer may be a product
             counted = layer_counts(self.blocks, graph.blocks)
-            runs = [min(bisect_left(ends, count) + 1, len(self.layers)) for count in counted]
+            runs = [min(max(count, 1), len(self.layers)) for count in counted]
             try:
                 result = measure(self._scores(outputs, targets), graph, [self.layers[n - 1].tokens for n in runs])
             except torch.OutOfMemoryError:

@@ -34,7 +34,7 @@ from vitflow.recording.isolation import (
     refuse_checkpointing,
     uncompiled,
 )
-from vitflow.recording.layers import FusionKey, Reduction
+from vitflow.recording.layers import FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
@@ -64,10 +64,7 @@ class record_attention:
         keys: keep the key vectors of each layer if they can be observed.
         visible: keep the attention mask of each layer with masked keys in `trace.layers[…].visible`.
         means: keep the mean over heads of each layer, for the affinity of patches, in half precision in
-            `trace.layers[…].means`, if not every head is kept.
-        residual: if above 0, multiply every four layers with global attention to their rollout product, with this
-            residual. Requires one fusion; uses a quarter of the memory. Long sequences, of more tokens than 1.5 times
-            their channels, are not multiplied, which is faster.
+            `trace.layers[…].mean`, if not every head is kept.
         discard_ratio: if at least 0.5, and on the CPU, discard this share of the smallest values of an image in layers
             with global attention during the pass, and store only the others. Requires one fusion.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
@@ -108,7 +105,6 @@ class record_attention:
         keys: bool = False,
         visible: bool = False,
         means: bool = False,
-        residual: float = 0.0,
         discard_ratio: float = 0.0,
         outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
@@ -116,16 +112,11 @@ class record_attention:
         within: str = "",
     ) -> None:
         check_layout(layout)
-        check_fraction("residual", residual)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         check_fraction("discard_ratio", discard_ratio)
-        if (residual or discard_ratio) and (gradients or keys or visible or len(kept) != 1):
-            raise OptionError(
-                "residual > 0 and discard_ratio > 0 require one fusion, and neither gradients, keys nor visible."
-            )
-        if residual and discard_ratio:
-            raise OptionError("Layers are either multiplied or discarded from: use residual=0 or discard_ratio=0.")
+        if discard_ratio and (gradients or keys or visible or len(kept) != 1):
+            raise OptionError("discard_ratio > 0 requires one fusion, and neither gradients, keys nor visible.")
         self._gradients = gradients
         self._listening = Listening(
             self._model,
@@ -135,9 +126,9 @@ class record_attention:
             keys=keys,
             visible=visible,
             means=means,
-            reduction=Reduction(residual, discard_ratio, layout),
+            discard_ratio=discard_ratio,
         )
-        self._listening.within = within
+        self._listening.within, self._listening.layout = within, layout
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
