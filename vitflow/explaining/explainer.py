@@ -113,8 +113,8 @@ class Explainer(RecordedModel):
         name: name of the model in figures and rows; by default the id passed to `load_model`, or the architecture.
         outputs: what to explain instead of the model's classes: `prompts([...])` for an image–text model,
             `similarity_to([...])` for reference images, `boxes(...)` for a detection, `masks(...)` for a class
-            inside a region, or a differentiable function of the model's output that
-            returns scores [images, k], named by `class_names`; or `Outputs`, which also has a unit.
+            inside a region, or a differentiable function of the model's output that returns scores [images, k],
+            each row from its own image, named by `class_names`; or `Outputs`, which also has a unit.
 
     Attributes:
         model, device: the module and its device.

@@ -63,7 +63,7 @@ def _bind_regions(binding: Binding, kind: "type[Detections | Segments]", questio
     names = None if binding.class_names is None else list(checked_class_names(binding.class_names, None))
     regions = kind(question, names, binding.activation)
     outputs = Outputs(regions.scores, activation="softmax")
-    binding = replace(binding, class_names=None, activation=None, check_batch=False)  # `completed` has both
+    binding = replace(binding, class_names=None, activation=None)  # `completed` has both
     return replace(binding, outputs=outputs, complete=regions.completed, selects=regions)
 
 

@@ -21,11 +21,6 @@ from vitflow.models.names import ClassNames
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
 
-# Relative tolerance between two computations of the same row: by dtype for equal batch sizes, and one value for
-# different batch sizes.
-_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-_OF_ANOTHER_SIZE = 0.25
-
 _NO_REST = (
     "Expected several outputs for a contrast with the rest, got one: leave out against, or give rest in Outputs(…)."
 )
@@ -36,8 +31,8 @@ class Outputs:
     """Outputs that can be explained: scores computed from what a model returns.
 
     Attributes:
-        function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
-            that it returns.
+        function: maps the output of the model to numbers [batch, k], each row from its own image (`output.softmax(1)`,
+            not `output.softmax(0)`), through which gradients pass; None for the logits that it returns.
         names: names of the k outputs; None if unknown.
         count: k; 0 if the model ends in features, None if unknown before it runs.
         activation: one of `ACTIVATIONS`; with a single output, softmax is replaced by sigmoid.
@@ -172,42 +167,16 @@ class Outputs:
         """Return the reported scores [..., k]: probabilities, cosines, or unchanged values; float64 on the CPU."""
         return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 
-    def validated(self, run: Callable[[Tensor], Any], pixels: Tensor, *, check_batch: bool = True) -> "Outputs":
-        """Test the outputs on two different images [2, channels, height, width], and return them with their count.
+    def counted(self, output: Any, images: int) -> "Outputs":
+        """Return these outputs with their count, from what the model returned for some images.
 
-        `run` maps images to the output of the model. `check_batch` compares with each image alone, as a user's
-        function may mix the images of a batch.
+        Raises:
+            ModelError: as for `with_reference`, or there is not one row for each image.
         """
-        together = self._rows(run, pixels)
-        if check_batch and any(self._mixed(run, pixels, together, index) for index in range(2)):
-            raise ModelError(
-                "Expected the same outputs for an image alone and in a batch, got others: the function mixes the "
-                "images of a batch. Compute each row from one image only, such as output.softmax(1) instead "
-                "of output.softmax(0), and output - output.mean(1, keepdim=True) instead of output - output.mean(0)."
-            )
-        return replace(self, count=together[0].shape[1] if together[0].ndim == 2 else 0)
-
-    def _mixed(self, run: Callable[[Tensor], Any], pixels: Tensor, together: Sequence[Tensor], index: int) -> bool:
-        """Return True if the scores of two images differ from those of each image alone by more than rounding."""
-        alone, rounding = self._rows(run, pixels[index : index + 1]), _ROUNDING.get(pixels.dtype, 2e-2)
-        if all(_near(one[index], single[0], rounding) for one, single in zip(together, alone, strict=True)):
-            return False
-        # Rounding depends on the batch size, and grows in differences of similar numbers: compare with a batch of the
-        # same size.
-        twice = self._rows(run, pixels[[index, index]])
-        return not all(
-            _near(one[index], double[index], rounding) and _near(one[index], single[0], _OF_ANOTHER_SIZE)
-            for one, double, single in zip(together, twice, alone, strict=True)
-        )
-
-    def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
-        """Return `with_reference` of a batch; ModelError unless it has a row for each image."""
-        scores = self.with_reference(run(pixels))
-        if scores[0].shape[0] != len(pixels):
-            raise ModelError(
-                f"Expected a row of outputs for each image, got {scores[0].shape[0]} for {len(pixels)} images."
-            )
-        return scores
+        scores = self.with_reference(output)[0]
+        if scores.shape[0] != images:
+            raise ModelError(f"Expected a row of outputs for each image, got {scores.shape[0]} for {images} images.")
+        return replace(self, count=scores.shape[1] if scores.ndim == 2 else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +187,6 @@ class Binding:
         model: the model that runs, such as the image tower of an image–text model.
         outputs: what is explained: `Outputs`, a function of the model's output, or None for the model's classes.
         data_config, class_names, activation, layout, name: as for `Explainer`.
-        check_batch: whether the outputs may mix the images of a batch, which is then tested.
         complete: returns the outputs of the explainer for the number of outputs of a trial run; None to keep these.
         selects: selects a detection or region of each image, if one is explained.
     """
@@ -230,7 +198,6 @@ class Binding:
     activation: str | None = None
     layout: TokenLayout | None = None
     name: str | None = None
-    check_batch: bool = True
     complete: Callable[[int, nn.Module], Outputs] | None = None
     selects: Any = None
 
@@ -242,12 +209,6 @@ class Binding:
 
 def _shape_of(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
-
-
-def _near(one: Tensor, other: Tensor, share: float) -> bool:
-    one, other = one.detach().cpu().double(), other.detach().cpu().double()
-    size = torch.cat([one, other]).nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return torch.allclose(one, other, 0.0, share * float(size), equal_nan=True)
 
 
 def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:

@@ -231,7 +231,7 @@ class Prompts:
         """Bind the image tower of an image–text model to the scores of these prompts."""
         binding.refuse_class_names()
         pair = pair_of(binding.model, self.processor)
-        return replace(bind_tower(binding, pair), outputs=prompt_outputs(pair, self), check_batch=False)
+        return replace(bind_tower(binding, pair), outputs=prompt_outputs(pair, self))
 
 
 def bind_tower(binding: Binding, pair: ImageTextModel) -> Binding:
