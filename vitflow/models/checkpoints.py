@@ -18,8 +18,6 @@ from vitflow.files import is_file
 
 # Keys of the weights in checkpoints of training scripts, averaged ones first.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "ema", "teacher", "state_dict", "model", "model_state_dict", "net")
-# Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
-_PREFIXES = ("module.", "_orig_mod.", "model.")
 # Depth of nested dicts in which weights are looked for.
 _DEPTH = 4
 
@@ -52,7 +50,7 @@ def weights_for(names: Collection[str], path: Path) -> tuple[dict[str, Tensor], 
     most = max(matching.values(), default=0)
     if 2 * most < len(known):  # names of another library, or of another model
         key, prefix = min(dicts, key=_preference), ""
-        weights = _without_prefixes(dicts[key])
+        weights = dicts[key]
     else:
         key, prefix = min((place for place, count in matching.items() if count == most), key=_preference)
         weights = {name.removeprefix(prefix): each for name, each in dicts[key].items() if name.startswith(prefix)}
@@ -135,11 +133,3 @@ def _check_container(path: Path) -> None:
             raise ModelError(f"{path} is not a torch checkpoint or is damaged: {error}.") from error
         if unpacked > 10 * path.stat().st_size:
             raise ModelError(f"{path} is not a weights file: it would unpack to {unpacked:,} bytes.")
-
-
-def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove prefixes that all names share, and the counter of averaged models."""
-    weights = {name: value for name, value in weights.items() if name != "n_averaged"}
-    while weights and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in weights)), "")):
-        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
