@@ -12,7 +12,6 @@ from pytorch_grad_cam.metrics.perturbation_confidence import (
     RemoveMostRelevantFirst,
 )
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget
-from scipy.integrate import trapezoid
 from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
@@ -71,21 +70,17 @@ def literal_logits(model: nn.Module, pixels: Tensor, gone: list[tuple[int, int]]
 
 
 def literal_curves(model, pixels, grid, target, how, points, prefix, activation):
-    curves = ["deletion", "least_first", "insertion"]
-    actual = {name: [] for name in (*curves, *(f"{name}_logits" for name in curves), "correct_most", "correct_least")}
+    actual = {name: [] for name in ("deletion", "least_first", "insertion")}
     every = [(r, c) for r in range(grid.shape[0]) for c in range(grid.shape[1])]
 
-    def ask(gone, curve, correct=None):
+    def ask(gone, curve):
         with torch.no_grad():
             logits = literal_logits(model, pixels, gone, grid.shape, how, prefix)
         actual[curve].append(float(activation(logits)[target]))
-        actual[f"{curve}_logits"].append(float(logits[target]))
-        if correct:
-            actual[correct].append(int(logits.argmax()) == target)
 
     for point in range(points):
-        ask(literal_removed(grid, points, point, most=True), "deletion", "correct_most")
-        ask(literal_removed(grid, points, point, most=False), "least_first", "correct_least")
+        ask(literal_removed(grid, points, point, most=True), "deletion")
+        ask(literal_removed(grid, points, point, most=False), "least_first")
         # Inserted are as many as are not removed at the mirrored point: the most relevant ones, into an empty image.
         count = len(every) - removed_counts(len(every), points)[points - 1 - point]
         inserted = literal_removed(grid, len(every) + 1, count, most=True)
@@ -113,18 +108,10 @@ def test_curves_equal_a_loop(readout, how):
         if how == "drop" and prefix:
             for name, end in (("deletion", -1), ("least_first", -1), ("insertion", 0)):
                 expected[name][end] = float(empty.softmax(-1)[saliency.target])
-                expected[f"{name}_logits"][end] = float(empty[saliency.target])
-            correct = int(empty.argmax()) == saliency.target
-            expected["correct_most"][-1] = expected["correct_least"][-1] = correct
         assert expected["deletion"].std() > 1e-3
         np.testing.assert_allclose(actual.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
         # The blurred image is made in float32.
         atol = 1e-6 if how == "blur" else 1e-12
-        inserted = expected.pop("insertion_logits")  # of images made by inserting patches
-        np.testing.assert_allclose(actual.least_first_logits[::-1], inserted, rtol=0, atol=atol)
-        assert actual.srg == pytest.approx(
-            trapezoid(inserted, actual.fractions) - trapezoid(expected["deletion_logits"], actual.fractions)
-        )
         for name, values in expected.items():
             np.testing.assert_allclose(getattr(actual, name), values, rtol=0, atol=atol, err_msg=name)
 
@@ -209,39 +196,11 @@ def test_equal_values_are_ranked_by_position():
         patch_order(np.array([[1.0, np.nan]]))
 
 
-def curves(deletion, least, most_right=None, least_right=None) -> Curves:
-    points = len(deletion)
-    right = np.ones(points, bool)
-    return Curves(
-        np.linspace(0, 1, points),
-        np.array(deletion, float),
-        np.array(least, float),
-        3.0 * np.array(deletion, float),
-        4.0 * np.array(least, float),
-        right if most_right is None else np.array(most_right, bool),
-        right if least_right is None else np.array(least_right, bool),
-    )
-
-
 def test_areas_are_those_of_trapezoids():
-    actual = curves([1.0, 0.4, 0.0], [1.0, 0.8, 0.2])
+    actual = Curves(np.linspace(0, 1, 3), np.array([1.0, 0.4, 0.0]), np.array([1.0, 0.8, 0.2]))
     assert actual.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
     assert actual.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
     assert actual.gap == pytest.approx(0.7 - 0.45)
-    assert actual.srg == pytest.approx(4 * 0.7 - 3 * 0.45)
-
-
-def test_accuracy_is_summed_up_to_nine_tenths():
-    always = curves(np.ones(11), np.ones(11))
-    assert always.positive_perturbation == always.negative_perturbation == pytest.approx(0.9)
-    # Right while 0, 0.1 and 0.2 are removed, wrong from 0.3 on: two trapezoids of 0.1, and half a one.
-    fails = curves(np.ones(11), np.ones(11), [1, 1, 1] + 8 * [0], 10 * [1] + [0])
-    assert fails.positive_perturbation == pytest.approx(0.25)
-    assert fails.negative_perturbation == pytest.approx(0.9)  # what happens at 1.0 has no part
-    # Twice as many points hold the same shares; a coarse curve is joined by straight lines.
-    fine = curves(np.ones(21), np.ones(21), [1, 0, 1, 0, 1] + 16 * [0])
-    assert fine.positive_perturbation == pytest.approx(0.25)
-    assert curves([1, 1], [1, 1], [1, 0]).positive_perturbation == pytest.approx(0.9 * (1 + 0.1) / 2)
 
 
 @pytest.mark.parametrize(

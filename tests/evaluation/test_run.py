@@ -64,7 +64,7 @@ def test_the_values_are_those_of_the_parts(demo):
             truth = localise(one.heatmap, image.mask_of(largest))
             for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
                 assert actual.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
-            for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
+            for name in ("deletion_auc", "insertion_auc", "gap"):
                 assert actual.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
             assert actual.table("roc_auc")[place].estimate.mean == pytest.approx(
                 actual.values["roc_auc"][:, place].mean()
@@ -195,7 +195,7 @@ def test_constant_maps_are_counted_and_reported(demo, monkeypatch):
     monkeypatch.setattr(method_table, "METHODS", dict(METHODS))
     register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
     actual = evaluate("demo:3", model=demo, methods=["nothing", "gae"], sanity_images=1, blurred_control=False)
-    for name in ("deletion_auc", "gap", "negative_perturbation"):
+    for name in ("deletion_auc", "insertion_auc", "gap"):
         estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
     assert actual.table("roc_auc")[0].estimate.mean == 0.5
@@ -394,7 +394,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
     assert {path.name for path in place.iterdir()} == {
         *("run.sqlite", "results.csv", "summary.json", "report.html", "figures")
     }
-    localised, faithful, checked = 5, 6, 4
+    localised, faithful, checked = 5, 3, 4
     assert len(actual.rows) == 4 * (4 * (localised + faithful) + checked)
     with (place / "results.csv").open(newline="") as file:
         stored = list(csv.DictReader(file))

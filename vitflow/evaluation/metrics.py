@@ -167,26 +167,6 @@ _METRICS = (
         "Depends on the order of patches only, and ignores interactions between patches.",
         limits=(-1.0, 1.0),
     ),
-    _faithfulness(
-        "srg",
-        "SRG of the logit",
-        "Area between the curves of the class's logit with the lowest and with the highest patches removed first.",
-        "Its unit is that of the logits, so models are not comparable; depends on the order of patches only.",
-        limits=None,
-    ),
-    _faithfulness(
-        "positive_perturbation",
-        "positive perturbation",
-        "Accuracy for the class while the highest 0 to 90 % of patches are removed, as an area.",
-        "A class that is never predicted counts as removed, so the value includes the model's accuracy.",
-        better="lower",
-    ),
-    _faithfulness(
-        "negative_perturbation",
-        "negative perturbation",
-        "Accuracy for the class while the lowest 0 to 90 % of patches are removed, as an area.",
-        "Rewards every map that ranks the whole object first, even if the model uses only a part of it.",
-    ),
     _sanity(
         "randomisation",
         "after randomisation",

@@ -19,9 +19,6 @@ from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
 
-# Shares of removed patches in the accuracy curves of Chefer et al.
-_PERTURBED = np.arange(10) / 10
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
@@ -31,18 +28,11 @@ class Curves:
         fractions: share of the patches removed (or inserted), 0 … 1, [points].
         deletion: the target's probability with the most relevant patches removed first, [points].
         least_first: the target's probability with the least relevant patches removed first.
-        deletion_logits, least_first_logits: the target's logit in the same images.
-        correct_most: True where the target is the most probable class in `deletion`.
-        correct_least: True where the target is the most probable class in `least_first`.
     """
 
     fractions: NDArray[np.float64]
     deletion: NDArray[np.float64]
     least_first: NDArray[np.float64]
-    deletion_logits: NDArray[np.float64]
-    least_first_logits: NDArray[np.float64]
-    correct_most: NDArray[np.bool_]
-    correct_least: NDArray[np.bool_]
 
     @property
     def insertion(self) -> NDArray[np.float64]:
@@ -67,29 +57,11 @@ class Curves:
         """`insertion_auc` − `deletion_auc`; higher is better; an uninformative map has 0 on average."""
         return self.insertion_auc - self.deletion_auc
 
-    @property
-    def srg(self) -> float:
-        """Area between the target's logits with the least and with the most relevant patches removed first.
-
-        Higher is better; an uninformative map has 0 on average. Logits do not saturate, unlike probabilities.
-        """
-        return float(trapezoid(self.least_first_logits - self.deletion_logits, self.fractions))
-
-    @property
-    def positive_perturbation(self) -> float:
-        """Area under accuracy while the most relevant 0 … 90 % are removed, from 0 to 0.9; lower is better."""
-        return float(trapezoid(np.interp(_PERTURBED, self.fractions, self.correct_most), _PERTURBED))
-
-    @property
-    def negative_perturbation(self) -> float:
-        """Area under accuracy while the least relevant 0 … 90 % are removed, from 0 to 0.9; higher is better."""
-        return float(trapezoid(np.interp(_PERTURBED, self.fractions, self.correct_least), _PERTURBED))
-
 
 def faithfulness_curves(
     explainer: Explainer, maps: Sequence[Saliency], *, replace: str = "drop", points: int = 11, batch_size: int = 32
 ) -> list[Curves]:
-    """Compute deletion, insertion and perturbation curves of several maps of one image.
+    """Compute the deletion and insertion curves of several maps of one image.
 
     Patches are ranked by value, highest first, ties in raster order; the least relevant first is the reverse order. At
     share f of n patches, f · n are removed, rounded to an integer (half to even; at 1 − f the rest of them). The curves
@@ -121,10 +93,7 @@ def faithfulness_curves(
         UnsupportedModelError: the model cannot drop tokens (see `can_drop_tokens`).
 
     Source: Samek et al., "Evaluating the Visualization of What a Deep Neural Network Has Learned", TNNLS 2017 (most
-    and least relevant first); Petsiuk, Das & Saenko, "RISE", BMVC 2018 (deletion and insertion); Chefer, Gur & Wolf,
-    "Transformer Interpretability Beyond Attention Visualization", CVPR 2021 (positive and negative perturbation);
-    Blücher, Vielhaben & Strodthoff, "Decoupling Pixel Flipping and Occlusion Strategy for Consistent XAI Benchmarks",
-    TMLR 2024 (symmetric relevance gain).
+    and least relevant first); Petsiuk, Das & Saenko, "RISE", BMVC 2018 (deletion and insertion).
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -162,9 +131,7 @@ def faithfulness_curves(
     for saliency, (most, least) in zip(maps, between, strict=True):
         of_map = torch.stack([torch.cat([ends[:1], inner, ends[1:]]) for inner in (most, least)])
         probabilities = explainer.outputs.scores(of_map)[..., saliency.target].numpy()
-        target_logits = of_map[..., saliency.target].double().numpy()
-        correct = of_map.argmax(dim=-1).numpy() == saliency.target
-        curves.append(Curves(np.linspace(0, 1, points), *probabilities, *target_logits, *correct))
+        curves.append(Curves(np.linspace(0, 1, points), *probabilities))
     return curves
 
 
