@@ -64,7 +64,6 @@ def measured(data: str, model: object, methods: list, output: Path) -> Evaluatio
         methods=methods,
         metrics=list(MEASURES),
         points=6,
-        blurred_control=False,
         output=output,
         progress=lambda state: print(f"\r{output.name}: {state.done} of {state.total}", end="", file=sys.stderr),
     )

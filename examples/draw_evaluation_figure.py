@@ -3,7 +3,8 @@
     python examples/draw_evaluation_figure.py --output FOLDER
     python examples/draw_evaluation_figure.py --output FOLDER --data BOXES --model ID --checkpoint FILE --table-only
 
-FOLDER keeps what was measured: where `vitflow evaluate … --method all -o FOLDER` has run, nothing is measured again.
+FOLDER keeps what was measured: after `vitflow evaluate … --method all --blurred-control -o FOLDER`, nothing is measured
+again.
 """
 
 import argparse
@@ -63,6 +64,7 @@ def main() -> None:
         model=vitflow.load_model(given.model, checkpoint=given.checkpoint),
         methods="all",
         sanity_images=given.sanity_images,
+        blurred_control=True,
         output=given.output,
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )

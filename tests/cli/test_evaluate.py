@@ -44,7 +44,7 @@ def test_the_tables_have_a_row_for_each_method():
 
 
 def test_json_is_one_object():
-    result = invoke("demo:1", *SHORT, "--metric", "gap", "--json", "--no-blurred-control")
+    result = invoke("demo:1", *SHORT, "--metric", "gap", "--json")
     record = json.loads(result.stdout)
     assert (record["images"], record["methods"]) == (1, ["gae", "random", "centre"])
     assert set(record["metrics"]) == {*["pointing_game", "energy", "roc_auc", "average_precision", "mean_iou", "gap"]}

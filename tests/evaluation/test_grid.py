@@ -91,7 +91,6 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
 
 def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_path, monkeypatch):
     options = {"model": demo, "methods": ["gae", "rollout"], "metrics": ["grid"], "output": tmp_path / "out"}
-    options["blurred_control"] = False
     actual = evaluate("demo:16:3000", **options)
     assert [metric.name for metric in actual.metrics] == [
         *("grid_energy", "grid_auc", "grid_wins", "separation", "separation_wins")

@@ -51,7 +51,7 @@ def folder(tmp_path) -> Path:
 
 def test_the_values_are_those_of_the_parts(demo):
     groups = ["localisation", "faithfulness", "sanity"]
-    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=groups, sanity_images=2, blurred_control=False)
+    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=groups, sanity_images=2)
     assert actual.methods == ("rollout", "gae", "random", "centre")
     assert [metric.name for metric in actual.metrics] == [name for name, one in METRICS.items() if one.group in groups]
     for number in range(2):
@@ -75,8 +75,9 @@ def test_the_values_are_those_of_the_parts(demo):
     assert np.abs(actual.series["cascade"][..., -1]) == pytest.approx(actual.values["randomisation"])
 
 
-def test_each_method_has_a_blurred_control_next_to_it(demo):
-    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
+def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
+    metrics = ["roc_auc", "deletion_auc", "flip_stability"]
+    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=metrics, blurred_control=True)
     assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
     largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
     [one] = demo.explain_batch([draw_image(1).image], methods=["gae"], targets=largest)
@@ -111,7 +112,7 @@ def test_the_batch_changes_no_value(demo):
 
 def test_options_reach_the_methods_and_name_them(demo):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
-    entry = {"methods": choices, "metrics": ["roc_auc"], "blurred_control": False}
+    entry = {"methods": choices, "metrics": ["roc_auc"]}
     actual = evaluate("demo:2", model=demo, start_layer=2, **entry)
     assert actual.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
     assert [actual.is_baseline(method) for method in actual.methods] == [False, False, True, True]
@@ -194,7 +195,7 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
 def test_constant_maps_are_counted_and_reported(demo, monkeypatch):
     monkeypatch.setattr(method_table, "METHODS", dict(METHODS))
     register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
-    actual = evaluate("demo:3", model=demo, methods=["nothing", "gae"], sanity_images=1, blurred_control=False)
+    actual = evaluate("demo:3", model=demo, methods=["nothing", "gae"], sanity_images=1)
     for name in ("deletion_auc", "insertion_auc", "gap"):
         estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
@@ -253,7 +254,7 @@ def test_images_without_a_gradient_are_rows_with_errors_and_take_neither_methods
 def test_a_metric_that_fails_on_one_image_fails_that_image(demo, monkeypatch):
     honest, calls = measuring.localise, count()
     monkeypatch.setattr(measuring, "localise", lambda *given: 1 / 0 if next(calls) == 4 else honest(*given))
-    actual = evaluate("demo:3", model=demo, methods=["rollout"], metrics=["roc_auc"], blurred_control=False)
+    actual = evaluate("demo:3", model=demo, methods=["rollout"], metrics=["roc_auc"])
     assert [(row["input"], row["error"]) for row in actual.failures] == [("demo-1", "ZeroDivisionError")]
 
 
@@ -384,7 +385,7 @@ def test_an_output_that_cannot_be_written_is_reported(demo, tmp_path, no_drawing
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, demo) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    entry = {"methods": QUICK, "sanity_images": 1, "blurred_control": False}
+    entry = {"methods": QUICK, "sanity_images": 1}
     entry["metrics"] = ["localisation", "faithfulness", "sanity"]
     return evaluate("demo:4", model=demo, output=place, **entry), place
 

@@ -61,10 +61,9 @@ class _MethodOrAll(MethodWithOptions):
 @shared.option("Measurement details", "--points", 2, "Points of the deletion and insertion curves.", default=11)
 @shared.option(
     "Measurement details",
-    "--blurred-control/--no-blurred-control",
-    None,
+    "--blurred-control",
+    bool,
     "Also measure a blurred copy of each map: the control for smoothness.",
-    default=True,
 )
 @shared.option(
     "Measurement details",

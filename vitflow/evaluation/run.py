@@ -75,7 +75,7 @@ def evaluate(
     limit: int | None = None,
     replace_by: str | None = None,
     points: int = 11,
-    blurred_control: bool = True,
+    blurred_control: bool = False,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
     seed: int | torch.Generator = 0,
@@ -118,7 +118,7 @@ def evaluate(
 
     >>> result = evaluate("demo:4", model="demo", methods=["gae"], metrics=["localisation"])
     >>> [(row.method, row.estimate.mean > 0.9) for row in result.table("roc_auc")]
-    [('gae', True), ('gae (blurred)', True), ('random', False), ('centre', False)]
+    [('gae', True), ('random', False), ('centre', False)]
     """
     shown, groups = choose_metrics(metrics)
     whole_number("points", points, 2)
