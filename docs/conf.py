@@ -3,7 +3,6 @@
 import ast
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
 
 import vitflow
@@ -77,29 +76,6 @@ def under_its_public_name(app, env, node, content):
     return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
 
 
-def shorter(app, what, name, obj, options, lines):
-    """Leave the options of methods, which many functions take, to a page of their own."""
-    begin = next((i for i, line in enumerate(lines) if line.startswith("Options of the methods;")), None)
-    if begin is not None:
-        lines[begin:] = ["The options of the methods: :doc:`/api/options`.", ""]
-
-
-def without_options(app, what, name, obj, options, signature, returned):
-    """Write **options for the options of methods, which would hide what a function takes beside them."""
-    from sphinx.util.inspect import stringify_signature
-
-    from vitflow.registry.options import METHOD_OPTIONS
-
-    taken = getattr(obj, "__signature__", None)
-    if what not in ("function", "method") or taken is None or "preset" not in taken.parameters:
-        return None
-    kept = [parameter for key, parameter in taken.parameters.items() if key not in METHOD_OPTIONS and key != "preset"]
-    more = [] if kept[-1].kind == Parameter.VAR_KEYWORD else [Parameter("options", Parameter.VAR_KEYWORD)]
-    shorter = taken.replace(parameters=[one for one in kept if one.name != "self"] + more)
-    text = stringify_signature(shorter, unqualified_typehints=True)
-    return text.rpartition(" -> ")[0], text.rpartition(" -> ")[2]
-
-
 def options_of_methods() -> str:
     """A section for each method and a table of all options, from the table that the command line is made from."""
     from vitflow.registry.options import METHOD_OPTIONS
@@ -144,6 +120,4 @@ def filled_in(app, docname, source):
 def setup(app):
     """Connect the functions above."""
     app.connect("missing-reference", under_its_public_name)
-    app.connect("autodoc-process-docstring", shorter, priority=1)
-    app.connect("autodoc-process-signature", without_options)
     app.connect("source-read", filled_in)

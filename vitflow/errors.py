@@ -163,7 +163,7 @@ def _escape(character: str) -> str:
 def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """Return the value as an int; raise OptionError unless it is a whole number within the bounds.
 
-    >>> whole_number("head", 2, 0, 11)
+    >>> whole_number("refine", 2, 0, 100)
     2
     """
     try:

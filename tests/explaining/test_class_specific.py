@@ -1,6 +1,7 @@
 """Explaining one class and then another: targets, batches, what is left behind, and which object lights up."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from benchmarks.class_specific import localise
 from tests import literal_vit
-from vitflow import Explainer
+from vitflow import Explainer, compare
 from vitflow.errors import ModelError, OptionError
 from vitflow.methods.cells import centre_prior, random_map
 from vitflow.methods.sampling import draw_masks
@@ -60,7 +61,7 @@ def test_the_most_probable_classes_each_have_their_map():
             alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
             assert saliency.probability == pytest.approx(alone.probability)
-    with pytest.raises(OptionError, match="gives 3 maps.*explain_batch"):
+    with pytest.raises(OptionError, match="gives 3 maps.*explain_batch\\(image, target='top3'\\)"):
         kept.explain(IMAGES[0], method="gae", target="top3")
     assert kept.explain(IMAGES[0], method="gae", target="top1").target == actual[0].target
 
@@ -77,13 +78,30 @@ def test_each_image_of_a_batch_has_its_target():
         assert_close(saliency.grid, kept.explain(image, method=method, target=target).grid)
 
 
+def test_a_list_as_target_has_the_class_of_each_image_and_targets_are_for_every_image():
+    named = Explainer(literal_vit.timm_model().float(), data_config=DATA, class_names=list("abcde"))
+    top = named.explain(IMAGES[1], method="gae").predicted
+    for target in ([3, 1], ("d", "b"), np.array([3, 1]), [torch.tensor(3), "1"]):
+        assert [each.target for each in named.explain_batch(IMAGES[:2], target=target)] == [3, 1]
+        assert [each.target for each in compare(IMAGES[:2], named, methods=["GAE"], target=target).saliencies] == [3, 1]
+    assert [each.target for each in named.explain_batch(IMAGES[:2], method="gae", target=["d", None])] == [3, top]
+    assert [each.target for each in named.explain_batch(IMAGES[:2], targets=[3, 1])] == [3, 1, 3, 1]
+    assert [each.method for each in named.explain_batch(IMAGES[:2], target=[None, None])] == ["rollout"] * 2
+    assert len(named.explain_batch(IMAGES[:2], target="top3")) == 6
+    assert len(compare(IMAGES[0], named, methods=["gae"], target="top3").saliencies) == 3
+    for wrong, message in (([3], "each of 2 images, got 1"), ([3, "top2"], "got 'top2'"), ([3, [1]], "got")):
+        for function in (named.explain_batch, partial(compare, model=named)):
+            with pytest.raises(OptionError, match=message):
+                function(IMAGES[:2], target=wrong)
+
+
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (np.array([0, 1, 2]), "one class index for each of 2 images, got 3"),
+        (np.array([0, 1, 2]), "one class for each of 2 images, got 3"),
         (np.array([0, 9]), r"class indices from 0 to 4, got \[0, 9\]"),
         (np.array([0.5, 1.0]), "an array of 2 class indices, one for each image"),
-        ([[0, 7]], "class index from 0 to 4, got 7"),
+        ([0, 7], "class index from 0 to 4, got 7"),
     ],
 )
 def test_wrong_targets_are_named(targets, message):
@@ -134,7 +152,7 @@ def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     counted = lambda *args: passes.update(backward=passes["backward"] + 1) or differentiate(*args)  # noqa: E731
     monkeypatch.setattr(Trace, "gradients_of", counted)
     methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
-    kept.explain_batch(IMAGES, methods=methods, targets=[[0, 1, 2]])
+    kept.explain_batch(IMAGES, methods=methods, targets=[0, 1, 2])
     assert passes == {"forward": 1, "backward": 3}
     kept.explain_batch(IMAGES, methods=["attention", "rollout", "centre"])
     assert passes == {"forward": 2, "backward": 3}
@@ -152,7 +170,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
     model = literal_vit.timm_model().float()
     expected = [
         saliency.grid
-        for saliency in Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[[1, 2]])
+        for saliency in Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
     ]
     if state == "with gradients":
         for parameter in itertools.islice(model.parameters(), 0, None, 2):
@@ -166,7 +184,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
         model.train()
         model.blocks[0].eval()
     before = state_of(model)
-    actual = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[[1, 2]])
+    actual = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
     after = state_of(model)
     for ours, theirs in zip(after, before, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -290,16 +308,3 @@ def test_the_requested_class_has_more_than_half_of_the_energy(localised, method,
         assert other.mean() < 0.1
         assert (entry > other).mean() > right
     assert actual["change"].min() > 0.0 and actual["change"].mean() > 0.75  # of the energy of two maps
-
-
-@pytest.mark.parametrize("targets", [[1, 2], (1, 2), [np.int64(1), torch.tensor(2)]])
-def test_as_many_classes_as_images_are_refused_with_both_spellings(targets):
-    entry = explainer()
-    with pytest.raises(OptionError, match=r"torch\.tensor\(\[1, 2\]\).*\[\[1, 2\]\]"):
-        entry.explain_batch(IMAGES[:2], methods=["gae"], targets=targets)
-    each = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=[targets])
-    assert [saliency.target for saliency in each] == [1, 2, 1, 2]
-    single = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=torch.tensor([1, 2]))
-    np.testing.assert_allclose(single[1].grid, each[3].grid, atol=1e-6)
-    assert [saliency.target for saliency in single] == [1, 2]
-    assert len(entry.explain_batch(IMAGES[:1], methods=["gae"], targets=targets)) == 2

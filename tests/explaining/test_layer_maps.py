@@ -31,7 +31,7 @@ def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_hea
     one = partial(explainer.explain, IMAGE, patch=(1, 2))  # an option that reaches all of them
     expected = [one(method="attention", layer=layer) for layer in (1, 2, 3)]
     expected += [one(method=method, target=3, start_layer=start) for start in (3, 2, 1)]
-    expected += [one(method="attention", layer=2, head=head) for head in range(3)]
+    expected += [one(method="attention", layer=2, head=head) for head in range(1, 4)]
     for one, alone in zip(actual.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
 
@@ -68,3 +68,11 @@ def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
         assert file.width > 800
     code, out, err = run("-o", "sheet.jpg")
     assert (code, out) == (2, "") and "ends in .png" in err
+
+
+def test_heads_count_from_1_like_layers(explainer):
+    first, third, last = (explainer.explain(IMAGE, method="attention", head=head).grid for head in (1, 3, -1))
+    assert (last == third).all() and (last != first).any()
+    for missing in (0, 4):
+        with pytest.raises(OptionError, match=f"head from 1 to 3 .* got {missing}"):
+            explainer.explain(IMAGE, method="attention", head=missing)

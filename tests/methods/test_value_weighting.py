@@ -85,7 +85,7 @@ def test_rollout_and_attention_use_the_weighted_heads(how):
     grids = maps.attention(trace, **attention.function_options(attention.complete({**options, "layer": 2}))).grids
     np.testing.assert_allclose(grids[1].flatten().numpy(), fused[1][0, 1:], rtol=0, atol=1e-12)
     one = maps.attention(
-        trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 1}))
+        trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 2}))
     ).grids
     expected = actual.weighted(how)[-1][1]
     expected = expected / expected.sum(1, keepdims=True)

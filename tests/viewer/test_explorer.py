@@ -139,7 +139,7 @@ def expected(image: dict, requested: dict) -> np.ndarray:
         else:
             if requested["head"]:
                 heads = unpacked(image["heads"]).unflatten(0, (len(layers), -1))
-                layers = [layer.unsqueeze(0) for layer in heads[:, int(requested["head"])]]
+                layers = [layer.unsqueeze(0) for layer in heads[:, int(requested["head"]) - 1]]
             tokens = raw_attention(layers[requested["layer"] - 1].float(), **options)
         grid = tokens[0, image["prefix"] :]
     grid = grid.double().reshape(1, rows, cols)
@@ -184,7 +184,7 @@ def random_state(generator: np.random.Generator, layers: int, heads: int, number
         "start": int(generator.integers(1, end + 1)),
         "end": end,
         "layer": int(generator.integers(1, layers + 1)),
-        "head": str(generator.integers(0, heads)) if generator.random() < 0.5 else "",
+        "head": str(1 + generator.integers(0, heads)) if generator.random() < 0.5 else "",
         "head_fusion": str(generator.choice(["mean", "max", "min"])),
         "value_weighted": bool(generator.random() < 0.5),
         "discard_ratio": float(generator.choice([0.0, 0.3, 0.9, 0.99])),

@@ -18,13 +18,13 @@ from vitflow.explaining.captions import method_label
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
+from vitflow.explaining.targets import Contrast, ImageTargets, Targets, contrasts_among, is_per_image, requested_targets
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman, top_overlap
-from vitflow.registry.choices import MethodChoice, check_methods, takes_method_options
+from vitflow.registry.choices import MethodChoice, check_methods
 from vitflow.registry.method_table import DEFAULT_METHODS, get_method
 from vitflow.registry.option_types import MethodOptions
 
@@ -122,13 +122,13 @@ def mean_of_defined(values: Iterable[float | None]) -> float | None:
     return float(np.mean(defined)) if defined else None
 
 
-@takes_method_options
 def compare(
     images: ImageInput | Sequence[ImageInput],
     model: str | Path | nn.Module | Explainer,
     *,
     methods: Sequence[MethodChoice] | None = None,
     targets: Targets | Contrast | Sequence[Contrast] = None,
+    target: ImageTargets | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
     **options: Unpack[MethodOptions],
@@ -141,9 +141,10 @@ def compare(
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without class-specific methods if the
             model has no classes, and without methods that the model does not support (with a warning). A custom
             list has no baselines unless it includes "random" and "centre".
-        targets: one class or several, by index or name, or "top5", or an array with the class index of each image; or
-            contrasts, which only class-specific methods explain; by default the predicted class. Methods that are not
-            class-specific give one map per image.
+        targets: several classes for every image, by index or name; or contrasts, which only class-specific methods
+            explain. Methods that are not class-specific give one map per image.
+        target: one class for all images, or "top5", or a list or array with the class of each image; by default the
+            predicted class.
         fit, device: as for `vitflow.explain`.
         options: options for every method that accepts them, such as head_fusion="max".
 
@@ -156,13 +157,14 @@ def compare(
     ['rollout', 'gae', 'gae', 'random']
     """
     sources = at_least_one(images)
-    given_targets = is_per_image(targets)
-    if given_targets and len(targets) != len(sources):  # type: ignore[arg-type]
-        raise OptionError(f"Expected one class index for each of {len(sources)} images, got {targets!r}.")
+    given: Any = requested_targets(target, targets)
+    one_each = is_per_image(given)
+    if one_each and len(given) != len(sources):
+        raise OptionError(f"Expected one class for each of {len(sources)} images, got {len(given)}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = Explainer.of(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
-    contrasting = bool(contrasts_among(targets))  # only for class-specific methods
+    contrasting = bool(contrasts_among(given))  # only for class-specific methods
     chosen: list[MethodChoice] = [
         name
         for name in DEFAULT_METHODS
@@ -172,7 +174,7 @@ def compare(
     for index, source in enumerate(sources):
         # One at a time, for memory and for the time of each image.
         arguments: dict[str, Any] = {"names": [name_of(source, index + 1)], **options}
-        arguments["targets"] = targets[index : index + 1] if given_targets else targets  # type: ignore[index]
+        arguments["targets"] = given[index : index + 1] if one_each else given
         if methods is None:
             maps, chosen = explainer.explain_supported(source, chosen, **arguments)
         else:

@@ -30,7 +30,7 @@ from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
-from vitflow.registry.choices import choose_methods, default_method, has_targets, takes_method_options
+from vitflow.registry.choices import choose_methods, default_method, has_targets
 from vitflow.registry.method_table import get_method, list_methods
 from vitflow.registry.option_types import LayerMapOptions
 from vitflow.registry.options import OPTIONS
@@ -123,10 +123,9 @@ class LayerMaps(FigureResult):
             for first, each in zip(range(count, 0, -1), self.accumulated, strict=True)
         ]
         group = f"raw attention of each head of layer {self.layer}{changed}"
-        yield [(Column(f"Head {head}", group=group), each) for head, each in enumerate(self.heads)]
+        yield [(Column(f"Head {head}", group=group), each) for head, each in enumerate(self.heads, start=1)]
 
 
-@takes_method_options
 def layer_maps(
     image: ImageInput,
     model: str | Path | nn.Module | Explainer,
@@ -159,6 +158,7 @@ def layer_maps(
         accepted = {name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in layered)}
         choose_methods(None, accepted, has_target=has_target)
         method = default_method(has_target)
+    method = get_method(method).name
     if method not in layered:
         raise OptionError(f"Expected one of the methods {', '.join(layered)}, got {method!r}.")
     if selecting := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:
@@ -174,7 +174,7 @@ def layer_maps(
     choices: list[tuple[str, dict[str, Any]]] = [
         *(("attention", {"layer": each, "refine": 0}) for each in range(1, len(heads) + 1)),
         *((method, {"start_layer": each}) for each in range(len(heads), 0, -1)),
-        *(("attention", {"layer": layer, "head": each, "refine": 0}) for each in range(heads[layer - 1])),
+        *(("attention", {"layer": layer, "head": each, "refine": 0}) for each in range(1, heads[layer - 1] + 1)),
     ]
     maps = tuple(explainer.explain_batch([image], methods=choices, targets=target, **options))
     if len(maps) != len(choices):

@@ -42,7 +42,6 @@ from vitflow.registry.choices import (
     check_methods,
     choose_methods,
     left_out,
-    takes_method_options,
 )
 from vitflow.registry.method_table import BASELINES, Method, is_slow, list_methods
 from vitflow.registry.option_types import MethodOptions
@@ -63,7 +62,6 @@ _MISSING = {
 }
 
 
-@takes_method_options
 def evaluate(
     data: str | os.PathLike[str] | Dataset | Iterable[ImageSource],
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],

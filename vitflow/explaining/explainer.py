@@ -27,13 +27,14 @@ from vitflow.explaining.regions import Regions
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
     Contrast,
+    ImageTargets,
     Score,
     Target,
     Targets,
     check_class_specific,
     contrasts_among,
-    for_every_image,
     is_per_image,
+    requested_targets,
 )
 from vitflow.files import READ_SUFFIXES
 from vitflow.images.reading import ImageSource
@@ -41,16 +42,15 @@ from vitflow.methods.cells import mean_colour
 from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating
-from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out, takes_method_options
+from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.registry.option_types import MethodOptions
 
-_USE_BATCH = "use Explainer(model).explain_batch(images, methods=[…], targets=[…])."
+_USE_BATCH = "use Explainer(model).explain_batch"
 _LISTED = 5  # names of images in an error
 _OTHERS = "The other images can be explained without these; folder runs do so."
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 
 
-@takes_method_options
 def explain(
     image: ImageSource | Tensor,
     model: "str | Path | nn.Module | Explainer",
@@ -75,7 +75,8 @@ def explain(
         fit, device, data_config: as for `Explainer`.
         readout: weights of the tokens at which the map starts, [tokens], or of the patches, [rows, cols]; by default
             the tokens from which the output is computed.
-        options: options of the method, such as head_fusion="max".
+        options: options of the method, such as head_fusion="max"; `vitflow methods NAME` and `list_methods()` have
+            those of each method.
 
     Raises:
         VitflowError: the image, the model or an option is invalid.
@@ -154,7 +155,6 @@ class Explainer(RecordedModel):
         """Return True if there are targets, or outputs other than the model's classes."""
         return has_targets(targets) or self.outputs.function is not None
 
-    @takes_method_options
     def explain(
         self,
         image: ImageSource | Tensor,
@@ -173,15 +173,15 @@ class Explainer(RecordedModel):
         does not depend on the image, whatever the map shows.
         """
         if len(images := several(image)) != 1:
-            raise OptionError(f"explain takes one image, got {len(images)}: {_USE_BATCH}")
+            raise OptionError(f"explain takes one image, got {len(images)}: {_USE_BATCH}(images).")
         read = self._read(images, None, None if original is None else [original])
         chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
-        maps = self._explain(read, chosen, for_every_image(target, 1), readout, blank=blank)
+        maps = self._explain(read, chosen, requested_targets(target, None), readout, blank=blank)
         if len(maps) != 1:
-            raise OptionError(f"explain takes one target, but {target!r} gives {len(maps)} maps: {_USE_BATCH}")
+            call = f"{_USE_BATCH}(image, target={target!r})"
+            raise OptionError(f"explain takes one target, but {target!r} gives {len(maps)} maps: {call}.")
         return maps[0]
 
-    @takes_method_options
     def explain_batch(
         self,
         images: ImageInput | Sequence[ImageInput],
@@ -189,7 +189,7 @@ class Explainer(RecordedModel):
         methods: Sequence[MethodChoice] | None = None,
         method: MethodChoice | None = None,
         targets: Targets | Contrast | Sequence[Contrast] = None,
-        target: Target | Contrast = None,
+        target: ImageTargets | Contrast = None,
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
@@ -203,9 +203,10 @@ class Explainer(RecordedModel):
                 width] is a batch of model inputs, normalised as the model expects, on any device.
             methods, method: names, or (name, options) pairs; by default gae with targets, prompts, reference images
                 or a function as outputs, else rollout.
-            targets, target: one target for all images; a list of targets, each explained by the class-specific methods
-                ("top5" gives five), inside another list if it has as many class indices as there are images; or an
-                array with the class index of each image.
+            target: one target for all images ("top5" gives five maps), or a list or array with one class for each
+                image, by index or name, or None.
+            targets: a list of targets, each explained in every image by the class-specific methods; or an array with
+                the class index of each image.
             names: names of the images; by default the path, or "image 1" and so on.
             readout: weights of the tokens at which maps start, [tokens], or of the patches, [rows, cols], for all
                 images; by default the tokens from which each output is computed.
@@ -221,14 +222,12 @@ class Explainer(RecordedModel):
                 them, and `images` has their indices, without which the others can be explained.
             VitflowError: an image cannot be read, or an option is invalid.
         """
-        for one, name, many in ((method, "method", methods), (target, "target", targets)):
-            if one is not None and many is not None:
-                raise OptionError(f"Expected {name}= or {name}s=, got both: use {name}s=[…].")
-        methods = methods if method is None else [method]
+        if method is not None and methods is not None:
+            raise OptionError("Expected method= or methods=, got both: use methods=[…].")
+        methods, given = methods if method is None else [method], requested_targets(target, targets)
         read = self._read(several(images), names, originals)
-        targets = for_every_image(targets if target is None else target, len(read))
-        chosen = choose_methods(methods, options, has_target=self.has_target(targets))
-        return self._explain(read, chosen, targets, readout, blank=blank)
+        chosen = choose_methods(methods, options, has_target=self.has_target(targets if target is None else target))
+        return self._explain(read, chosen, given, readout, blank=blank)
 
     def _read(
         self, sources: Sequence[ImageInput], names: Sequence[str] | None, originals: Sequence[ImageSource] | None
@@ -260,7 +259,10 @@ class Explainer(RecordedModel):
                 f"readout= requires a method that starts at tokens, such as rollout, without patch=; got {listed}."
             )
         if is_per_image(targets) and len(targets) != len(images):
-            raise OptionError(f"Expected one class index for each of {len(images)} images, got {len(targets)}.")
+            raise OptionError(
+                f"Expected one class for each of {len(images)} images, got {len(targets)}: targets=[…] explains each "
+                "of them in every image."
+            )
         outputs = self._minus_rest if self.outputs.minus_rest_by_default else self.outputs
         contrasts = contrasts_among(targets)
         pairs = bool(contrasts) and not contrasts[0].against_rest

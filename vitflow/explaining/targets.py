@@ -108,8 +108,10 @@ class Score:
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
-# One target, several that are explained in turn (also in another list), or an array with the class of each image.
-Targets = Target | Sequence[Target] | Sequence[Sequence[Target]] | NDArray[np.integer[Any]] | Tensor
+# One target, several that are explained in turn, or an array with the class of each image.
+Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
+# One target for all images, or one class for each.
+ImageTargets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
 
 
 def resolve_targets(
@@ -124,7 +126,7 @@ def resolve_targets(
     [tensor([1]), tensor([2])]
     """
     if is_per_image(targets) and probabilities is not None:
-        return [_given_targets(targets, probabilities)]
+        return [_given_targets(targets, probabilities, class_names)]
     several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
     given: Any = targets if several else [targets]
     requested: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
@@ -144,30 +146,27 @@ def resolve_targets(
     return indices
 
 
-def for_every_image(targets: Any, images: int) -> Any:
-    """Return a list of targets for each of several images, which may be given in another list.
+def requested_targets(target: Any, targets: Any) -> Any:
+    """Return `targets`; or `target`, of which a list is one class for each image; OptionError for both.
 
-    A list of as many class indices as images is an error: it may also mean one class for each image.
-
-    >>> for_every_image([[0, 1]], 2), for_every_image([0, 1], 3)
-    ([0, 1], [0, 1])
+    >>> requested_targets(None, [0, "cat"]), requested_targets([0, None], None)
+    ([0, 'cat'], array([0, None], dtype=object))
     """
-    if not isinstance(targets, list | tuple):
-        return targets
-    if len(targets) == 1 and isinstance(targets[0], list | tuple):
-        return targets[0]
-    indices = [each for each in targets if isinstance(each, int | np.integer) or getattr(each, "ndim", None) == 0]
-    if images > 1 and len(indices) == len(targets) == images:
-        listed = [int(index) for index in indices]
-        raise OptionError(
-            f"Expected targets for {images} images, got {images} class indices, {listed}. Use torch.tensor({listed}) "
-            f"for one class per image, or [{listed}] to explain each class in every image."
-        )
-    return targets
+    if target is not None and targets is not None:
+        raise OptionError("Expected target= or targets=, got both: use targets=[…].")
+    if not isinstance(target, list | tuple):
+        return targets if target is None else target
+    array = np.empty(len(target), dtype=object)
+    for index, each in enumerate(target):
+        array[index] = each.item() if getattr(each, "ndim", 1) == 0 else each
+        if is_several(each) or not isinstance(array[index], int | str | np.integer | None):
+            words = "Expected target= as a list of one class for each image, by index or name, or None"
+            raise OptionError(f"{words}; got {each!r}. targets=[…] explains each of several targets in every image.")
+    return array
 
 
 def is_per_image(targets: Any) -> bool:
-    """Return True if targets are an array with a class index for each image."""
+    """Return True if targets are an array with a class for each image."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
@@ -192,8 +191,13 @@ def is_several(target: Any) -> bool:
     return (top_count(target) or 1) > 1
 
 
-def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
+def _given_targets(targets: Any, probabilities: Tensor, class_names: Sequence[str] | None) -> Tensor:
     batch, count = probabilities.shape
+    if not isinstance(targets, Tensor) and targets.dtype == object:
+        predicted = probabilities.argmax(dim=1).tolist()
+        pairs = zip(targets, predicted, strict=True)
+        named = [top if top_count(one) else class_index(one, count, class_names) for one, top in pairs]
+        return torch.tensor(named, device=probabilities.device)
     if not isinstance(targets, Tensor) and targets.dtype.kind in "iu":
         targets = torch.from_numpy(targets.astype(np.int64))
     whole = isinstance(targets, Tensor) and not (targets.dtype.is_floating_point or targets.dtype == torch.bool)

@@ -25,7 +25,7 @@ from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
-from vitflow.registry.choices import MethodChoice, takes_method_options
+from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 
 
@@ -73,7 +73,6 @@ class FolderSummary:
         return (row for row in self if row["status"] == "failed")
 
 
-@takes_method_options
 def explain_folder(
     source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     output: str | os.PathLike[str],

@@ -310,7 +310,7 @@ def kind_of(value: object) -> str:
 
 
 def check_layer(name: str, layer: int, count: int) -> int:
-    """Turn a layer number, 1 … L or −1 for the last, into a list index; OptionError if there is no such layer."""
+    """Turn a layer or head, 1 … L or −1 for the last, into a list index; OptionError if there is none."""
     layer = whole_number(name, layer)
     if 1 <= layer <= count:
         return layer - 1
@@ -320,10 +320,10 @@ def check_layer(name: str, layer: int, count: int) -> int:
 
 
 def one_head(attention: Tensor, head: int) -> Tensor:
-    """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
+    """Return head 1 … H, or −1 for the last, of [batch, heads, tokens, tokens], as [batch, tokens, tokens]."""
     if attention.ndim == 3:
         raise OptionError("A single head requires attention of all heads, got fused attention: omit head_fusion.")
-    return attention[:, whole_number("head", head, 0, attention.shape[1] - 1)]
+    return attention[:, check_layer("head", head, attention.shape[1])]
 
 
 def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:

@@ -1,14 +1,12 @@
-"""Look up methods by name, complete their options, and add them to signatures. This module imports no torch."""
+"""Look up methods by name and complete their options. This module imports no torch."""
 
-import inspect
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from vitflow.errors import OptionError
 from vitflow.registry.method_table import METHODS, PEERS, Method, get_method
-from vitflow.registry.options import METHOD_OPTIONS, OPTIONS
+from vitflow.registry.options import OPTIONS
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
@@ -159,24 +157,3 @@ def split_label(label: str) -> tuple[str, str]:
     prefix = next((each for each in PEERS if label.startswith(each)), "")
     name, _, options = label.removeprefix(prefix).partition(":")
     return prefix + name, options
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes_method_options(function: _Function) -> _Function:
-    """Add the options of methods to the signature and the docstring of a function that takes them as `**options`."""
-    signature = inspect.signature(function)
-    *named, rest = signature.parameters.values()
-    more = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation)
-        for option in METHOD_OPTIONS.values()
-        if option.name not in signature.parameters
-    ]
-    # **options remains for registered methods.
-    function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
-    listed = (f"{option.name}: {option.help} ({option.values})" for option in METHOD_OPTIONS.values())
-    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed)
-    head = "Options of the methods; list_methods() and `vitflow methods NAME` list those of a method, with defaults:"
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", head, *wrapped, ""])
-    return function

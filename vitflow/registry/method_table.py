@@ -3,6 +3,7 @@
 This module imports no torch: functions are loaded when they first run.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -170,12 +171,22 @@ def register_method(
 
 
 def get_method(name: str) -> Method:
-    """Return the method of that name, or of a class of another package; OptionError lists the known ones."""
+    """Return the method of that name or title, or of a class of another package; OptionError lists the known ones.
+
+    >>> get_method("GradCAM").name, get_method("Attention rollout").name
+    ('gradcam', 'rollout')
+    """
     if name not in METHODS and name.startswith(PEERS):
         method: Method = _loaded("vitflow.explaining.peers:external_method")(name)
         return method
+    same = (key for key, each in METHODS.items() if _letters(name) in (_letters(key), _letters(each.title)))
+    name = name if name in METHODS else next(same, name)
     check_known("method", name, METHODS)
     return METHODS[name]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def is_signed(name: str) -> bool:

@@ -154,8 +154,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "head",
             int,
-            "Attention of this head instead of the fused heads, counted from 0.",
-            metavar="N≥0",
+            "Attention of this head instead of the fused heads, counted from 1; -1 is the last.",
+            metavar="N≥1|-1",
             selects_layers=True,
         ),
         Option(

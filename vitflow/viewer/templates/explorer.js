@@ -84,7 +84,7 @@ async function layersOf(image, name, ratio) {
 }
 
 async function headOf(image, layer, head, ratio) {
-  const values = await unpack(image.heads), tokens = image.heads.shape[1], at = ((layer - 1) * data.heads + head) * tokens ** 2;
+  const values = await unpack(image.heads), tokens = image.heads.shape[1], at = ((layer - 1) * data.heads + head - 1) * tokens ** 2;
   return discardLow(values.subarray(at, at + tokens ** 2), tokens, image.prefix, ratio);
 }
 
@@ -395,7 +395,7 @@ function isPossible(name, value) {
     case "a": return whole(0, images.length - 1);
     case "b": return whole(-1, images.length - 1);
     case "start": case "end": case "layer": return whole(1, data.layers);
-    case "head": return value === "" || (/^\d+$/.test(value) && Number(value) < data.heads && images.every(({ heads }) => heads));
+    case "head": return value === "" || (/^\d+$/.test(value) && Number(value) >= 1 && Number(value) <= data.heads && images.every(({ heads }) => heads));
     case "patch": case "patchb": return /^(\d+,\d+)?$/.test(value);
     case "query": return sides.includes(value);
     case "discard_ratio": case "residual": return value >= 0 && value < 1;
@@ -551,7 +551,7 @@ function fillControls() {
   const fill = (name, options) => document.querySelector(`[data-name="${name}"]`).replaceChildren(...options.map(([text, value]) => new Option(text, value)));
   const names = images.map(({ name }, index) => [name, index]);
   fill("a", names); fill("b", [["nothing", -1], ...names]);
-  fill("head", [["all, fused", ""], ...Array.from({ length: data.heads }, (_, head) => [`head ${head}`, head])]);
+  fill("head", [["all, fused", ""], ...Array.from({ length: data.heads }, (_, head) => [`head ${head + 1}`, head + 1])]);
   fill("cmap", colourMaps.map((name) => [name, name])); fill("background", Object.keys(kept).map((name) => [{ photo: "the photograph", grey: "in grey", dim: "dimmed" }[name] ?? name, name]));
   for (const name of ["start", "end", "layer"]) document.querySelector(`[data-name="${name}"]`).max = data.layers;
 }
