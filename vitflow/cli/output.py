@@ -23,6 +23,8 @@ from vitflow.progress import shown_by
 
 # Seconds of a run whose expected duration is printed.
 _LONG = 90.0
+# Number of different notes on maps that are printed after a run.
+_NOTES = 3
 
 
 def say(text: object) -> None:
@@ -100,10 +102,14 @@ def resumable(kept: bool) -> Iterator[None]:
 
 @contextmanager
 def images_bar() -> Iterator[Any]:
-    """Yield a callback that shows images per second, the time left, the current file and failures, on stderr."""
+    """Yield a callback that shows images per second, the time left, the current file and failures, on stderr.
+
+    Notes on maps are counted and printed at the end.
+    """
     from tqdm import tqdm
 
     bar: Any = None
+    notes: Counter[str] = Counter()
     announced = False
 
     def show(state: Any) -> None:
@@ -124,6 +130,7 @@ def images_bar() -> Iterator[Any]:
         if state.row is not None:
             name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
+            notes.update(facts["note"] for facts in state.row.get("facts", {}).values() if "note" in facts)
             if state.row["status"] == "failed":
                 kind, message = state.row["error"], printable(state.row["message"])
                 bar.write(f"error: {message if name in message else f'{name}: {kind}: {message}'}", file=sys.stderr)
@@ -137,6 +144,8 @@ def images_bar() -> Iterator[Any]:
     finally:
         if bar is not None:
             bar.close()
+        for note, count in notes.most_common(_NOTES):
+            say(f"note: {count} {'map' if count == 1 else 'maps'}: {note}")
 
 
 class CannotWrite(VitflowError):

@@ -99,10 +99,11 @@ def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
     if outputs.function is None and outputs.count not in (None, count):
         raise ModelError(f"Expected {outputs.count} logits from {info.id}, got {count}: create a new Explainer.")
     sums_to_1 = bool(logits.min() >= 0 and (logits.double().sum(dim=1) - 1).abs().max() < 1e-3)
-    if outputs.function is None and outputs.activation == "softmax" and sums_to_1:
+    if outputs.function is None and outputs.activation in ("softmax", "sigmoid") and sums_to_1 and count > 1:
         raise ModelError(
-            f"Expected logits from {info.id}, got probabilities, which sum to 1; another softmax would change them. "
-            "Leave out the softmax of the model, or pass outputs=lambda output: output.log() and activation='softmax'."
+            f"Expected logits from {info.id}, got probabilities, which sum to 1; another {outputs.activation} would "
+            "change them. Leave out the softmax of the model, or pass outputs=lambda output: output.log() and "
+            "activation='softmax'."
         )
     return info.outputs.scores(logits)
 
@@ -175,7 +176,8 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
             score=score,
             facts=facts
             | (maps.facts[index] if maps.facts else {})
-            | _score_facts(score, method, trace, outputs, index),
+            | _score_facts(score, method, trace, outputs, index)
+            | _notes(score, method, trace),
             seconds=seconds,
             pixels=None if pixels is None else pixels[index],
             significant=None if significant is None else significant[index],
@@ -187,22 +189,28 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
 
 
 def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Outputs, index: int) -> dict[str, Any]:
-    """Return facts about a score: a note if the class is improbable, the cosine behind a softmax, and the contrast."""
+    """Return facts about a score: the cosine behind a softmax, and the contrast."""
     facts: dict[str, Any] = {}
-    if method.class_specific and trace.probabilities is not None and not score.is_predicted:
-        # Displayed as 0.0 %; or, with more than 1000 classes, half of chance.
-        limit = min(_IMPROBABLE, 0.5 / trace.probabilities.shape[1])
-        if (share := score.probability) is not None and share < limit:
-            facts["note"] = (
-                f"the probability of this class is {100 * share:.2g} %: the map shows what would increase its score, "
-                "not evidence for its presence"
-            )
     cosines = outputs.activation == "softmax" and outputs.scale != 1.0
     if cosines and trace.raw_scores is not None and score.index is not None:
         facts["cosine"] = round(float(trace.raw_scores[index, score.index]) / outputs.scale, 4)
     if method.class_specific and trace.outputs is not outputs:
         facts["against"] = outputs.against
     return facts
+
+
+def _notes(score: Score, method: Method, trace: TargetedTrace) -> dict[str, Any]:
+    """Return the fact `note`: outputs that may be probabilities already, and an improbable class."""
+    notes = [trace.range_note] if trace.range_note else []
+    if method.class_specific and trace.probabilities is not None and not score.is_predicted:
+        # Displayed as 0.0 %; or, with more than 1000 classes, half of chance.
+        limit = min(_IMPROBABLE, 0.5 / trace.probabilities.shape[1])
+        if (share := score.probability) is not None and share < limit:
+            notes.append(
+                f"the probability of this class is {100 * share:.2g} %: the map shows what would increase its score, "
+                "not evidence for its presence"
+            )
+    return {"note": "; ".join(notes)} if notes else {}
 
 
 def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) -> tuple[Maps, list[dict[str, Any]]]:

@@ -221,6 +221,8 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
     >>> list(notes_of({"blank": {"value": 0.31, "display": "31.0%"}}))
     ['Score of the image replaced by its mean colour: 31.0%.']
     """
+    if note := facts.get("note"):
+        yield f"{note[0].upper()}{note[1:]}."
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
     if masks := facts.get("masks_used"):

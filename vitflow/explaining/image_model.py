@@ -20,7 +20,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import headless
-from vitflow.models.calls import refused_input
+from vitflow.models.calls import check_rows, refused_input
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.info import library_data_config, read_model_info
 from vitflow.models.loading import load_model
@@ -240,14 +240,17 @@ class ImageModel:
         """Run the model on inputs [batch, channels, height, width] and return its output unchanged.
 
         Raises:
-            ModelError: the model takes other inputs than one tensor.
+            ModelError: the model takes other inputs than one tensor, or does not return a row of logits per image.
         """
         try:
-            return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+            output = self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
         except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             if (refused := refused_input(type(self.model).__name__, error, pixels.shape)) is None:
                 raise
             raise refused from error
+        if self.outputs.function is None:
+            check_rows(output, len(pixels))
+        return output
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
         """Run the model in eval mode and return its logits, [batch, classes].

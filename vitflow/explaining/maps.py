@@ -47,6 +47,7 @@ class TargetedTrace(Trace):
         images: the images of the pass.
         raw_scores: logits of the reported outputs, [batch, classes], on the CPU.
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
+        range_note: note on outputs that may be probabilities already.
         seconds: duration of the pass.
         requested: names of the current method's options that were given, not defaults.
         is_random: True if the pass used random numbers, as Monte-Carlo dropout does.
@@ -61,6 +62,7 @@ class TargetedTrace(Trace):
     images: Sequence[PlacedImage] = ()
     raw_scores: Tensor | None = None
     probabilities: Tensor | None = None
+    range_note: str = ""
     seconds: float = 0.0
     requested: frozenset[str] = frozenset()
     is_random: bool = False

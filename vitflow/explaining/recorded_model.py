@@ -26,6 +26,7 @@ from vitflow.explaining.targets import resolve_targets
 from vitflow.models.outputs import Outputs
 from vitflow.recording.block_watch import known_blocks
 from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
+from vitflow.recording.probabilities import note_on_range
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen
@@ -85,6 +86,7 @@ class RecordedModel(ImageModel):
             logits = self.outputs.required_scores(trace.output, self.model_id) if reported is None else reported
             logits = logits.detach().cpu()
             probabilities = probabilities_of(logits, self.model_info)
+            range_note = note_on_range(trace, logits, self.model_info)
             seconds = time.perf_counter() - started
             indices = resolve_targets(targets, probabilities, self.model_info.outputs.names)
             targeted = self.targeted(
@@ -94,6 +96,7 @@ class RecordedModel(ImageModel):
                 images=images,
                 raw_scores=logits,
                 probabilities=probabilities,
+                range_note=range_note,
                 seconds=seconds,
                 is_random=not torch.equal(state, random_state(self.device)),
             )

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.figure import Figure
     from torch import Tensor
 
+_EMPTY = "the map is 0 everywhere and shows nothing"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saliency:
@@ -55,7 +57,8 @@ class Saliency:
         readout: the tokens that the output is computed from, at which the map starts.
         model_note: note for readers that the model carries.
         random: True if the model used random numbers, as Monte-Carlo dropout does.
-        note: the probability of the class is so low that the map is no evidence for its presence.
+        note: the map is 0 everywhere, the outputs may be probabilities already, or the probability of the class is so
+            low that the map is no evidence for its presence.
         cosine: similarity behind a softmax over prompts.
         against: description of what is subtracted from the score.
         blank: value and display of the score of the image replaced by its mean colour; for a word also with_image.
@@ -95,6 +98,11 @@ class Saliency:
     pixels: NDArray[np.float32] | None = None
     significant: NDArray[np.bool_] | None = None
     model_input: "Tensor | None" = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        note = self.facts.get("note", "")
+        if not self.grid.any() and _EMPTY not in note:
+            object.__setattr__(self, "facts", {**self.facts, "note": f"{note}; {_EMPTY}" if note else _EMPTY})
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape

@@ -54,7 +54,7 @@ def refuse_static(cache: Any) -> None:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """Return the logits of a model's output: the tensor itself, its `logits`, or its pooled features.
+    """Return the logits of a model's output: the tensor itself, its `logits`, or its pooled features; see `as_rows`.
 
     In a tuple or list, they are the only tensor with two axes; None if there is none, or several.
 
@@ -62,14 +62,37 @@ def logits_of(output: Any) -> Tensor | None:
     torch.Size([1, 5])
     """
     if isinstance(output, Tensor):
-        return output
+        return as_rows(output)
     fields = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in _OUTPUTS)
     logits = next((field for field in fields if field is not None), None)
     if logits is None and isinstance(output, tuple | list):
         tensors = [value for value in output if isinstance(value, Tensor)]
         outputs = [tensor for tensor in tensors if tensor.ndim == 2] or tensors[:1]
         logits = outputs[0] if len(outputs) == 1 else None
-    return logits if isinstance(logits, Tensor) else None
+    return as_rows(logits) if isinstance(logits, Tensor) else None
+
+
+def as_rows(scores: Tensor) -> Tensor:
+    """Return one score per image, [batch] or a number, as [batch, 1], and [batch, classes, 1, 1] as [batch, classes].
+
+    >>> as_rows(torch.zeros(2)).shape, as_rows(torch.zeros(2, 5, 1, 1)).shape
+    (torch.Size([2, 1]), torch.Size([2, 5]))
+    """
+    if scores.ndim < 2:
+        return scores.reshape(-1, 1)
+    return scores.flatten(1) if scores.ndim == 4 and scores.shape[2:] == (1, 1) else scores
+
+
+def check_rows(output: Any, images: int) -> None:
+    """Raise ModelError if the logits of a model's output have another number of rows than there are images."""
+    logits = logits_of(output)
+    if logits is None or len(logits) == images:
+        return
+    remedy = "Make it return logits [images, classes], or select them by outputs=."
+    if logits.shape[1] == 1:  # such as the classes of one image after squeeze()
+        classes = len(logits)
+        remedy = f"For {classes} classes of one image, pass outputs=lambda output: output.reshape(-1, {classes})."
+    raise ModelError(f"Expected a row of logits for each image, got {in_words(output)} for {images} images. {remedy}")
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.calls import in_words, logits_of, no_logits, tensors_in
+from vitflow.models.calls import as_rows, in_words, logits_of, no_logits, tensors_in
 from vitflow.models.identity import state_sha256, weights_sha256
 from vitflow.models.names import ClassNames
 
@@ -31,8 +31,8 @@ class Outputs:
     """Outputs that can be explained: scores computed from what a model returns.
 
     Attributes:
-        function: maps the output of the model to numbers [batch, k], each row from its own image (`output.softmax(1)`,
-            not `output.softmax(0)`), through which gradients pass; None for the logits that it returns.
+        function: maps the output of the model to numbers [batch, k] or, for one output, [batch], each row from its own
+            image (`output.softmax(1)`, not `output.softmax(0)`), through which gradients pass; None for the logits.
         names: names of the k outputs; None if unknown.
         count: k; 0 if the model ends in features, None if unknown before it runs.
         activation: one of `ACTIVATIONS`; with a single output, softmax is replaced by sigmoid.
@@ -79,6 +79,7 @@ class Outputs:
         if self.function is None:
             return logits_of(output)
         scores = _called(self.function, output)
+        scores = as_rows(scores) if isinstance(scores, Tensor) else scores
         k = "outputs" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
         if not isinstance(scores, Tensor) or scores.ndim != 2 or self.count not in (None, scores.shape[1]):
             raise ModelError(
