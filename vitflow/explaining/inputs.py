@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, cosine_similarity
 
 from vitflow.errors import OptionError, ShapeError, VitflowWarning
 from vitflow.images.geometry import Placement, place
@@ -21,11 +20,6 @@ from vitflow.images.reading import ImageSource, read_image
 _OVERSHOOT = 0.5
 # Share of an image below which a crop is mentioned.
 _SMALL_CROP = 0.1
-# Correlation of a tensor with its original above which they show the same places. Photographs: other resize filters and
-# colour jitter at least 0.964; another crop_pct (1 for 0.9) at most 0.963, a flip 0.78, another photograph 0.57.
-_SAME_IMAGE = 0.963
-# Standard deviation of a normalised image below which it is uniform.
-_UNIFORM = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,22 +143,17 @@ class ModelInputs:
                     stacklevel=2,
                 )
         if original is not None:
-            return self._placed_on(read_image(original), pixels, values, name)
+            return self._placed_on(read_image(original), pixels, name)
         image = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
         return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels)
 
-    def _placed_on(self, image: NDArray[np.uint8], pixels: Tensor, values: Tensor, name: str) -> PlacedImage:
-        """Place a model input on its original; ShapeError if it is not the input that the original gives."""
+    def _placed_on(self, image: NDArray[np.uint8], pixels: Tensor, name: str) -> PlacedImage:
+        """Place a model input on its original; ShapeError if it has not the size that the original gives."""
         placement = self.preprocessing.place((image.shape[0], image.shape[1]))
         size, fit = tuple(pixels.shape[1:]), self.preprocessing.fit
         if placement.input_size != size:
             raise ShapeError(
                 f"Expected a tensor of {placement.input_size} pixels for this original and fit={fit!r}, got {size}."
-            )
-        if self.in_colour and not _agree(values, torch.from_numpy(self.preprocessing.prepare(image, placement))):
-            raise ShapeError(
-                f"{name}: the tensor differs from its original with fit={fit!r} and crop_pct={self.spec.crop_pct:g}: "
-                "it is another image, augmented, or cropped differently. Pass the matching original=, or leave it out."
             )
         return PlacedImage(name, image, placement, pixels)
 
@@ -205,16 +194,6 @@ def _remedy(pixels: Tensor, channels: int, fits: bool) -> str:
     if pixels.ndim > 3:
         return "pass a batch of images to explain_batch as [batch, channels, height, width]"
     return "pass the image itself, which is resized, or a tensor of this shape"
-
-
-def _agree(values: Tensor, expected: Tensor) -> bool:
-    """Return True if two model inputs show the same image, up to the filter of a resize and a change of contrast."""
-    cell = max(min(values.shape[1:]) // 48, 1)  # larger than what filters differ in
-    one, other = (avg_pool2d(each[None], cell).flatten() for each in (values, expected))
-    one, other = one - one.mean(), other - other.mean()
-    if min(one.std(), other.std()) < _UNIFORM:
-        return bool(max(one.std(), other.std()) < 2 * _UNIFORM)
-    return bool(cosine_similarity(one, other, dim=0) > _SAME_IMAGE)
 
 
 def several(images: Any) -> Any:
