@@ -1,4 +1,4 @@
-"""Grad-CAM of models that compute their output in several branches: their sum, or a refusal."""
+"""Grad-CAM of models that compute their output in several branches is refused; lower blocks of a stack have a share."""
 
 from unittest.mock import Mock
 
@@ -34,15 +34,6 @@ def ensemble(*members: nn.Module) -> nn.Module:
     return Custom(weighted, members=nn.ModuleList(members))
 
 
-def fused(first: nn.Module, second: nn.Module) -> nn.Module:
-    """Two streams whose class tokens are classified together."""
-
-    def compute(self: nn.Module, images: Tensor) -> Tensor:
-        return self.head(torch.cat([stream.forward_features(images)[:, 0] for stream in (first, second)], dim=1))
-
-    return Custom(compute, first=first, second=second, head=nn.Linear(2 * 64, 5))
-
-
 def with_convolutions() -> nn.Module:
     conv = nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.ReLU(), nn.Flatten(), nn.Linear(800, 5))
     return Custom(lambda self, images: 0.1 * self.vit(images) + self.conv(images), vit=vit(1), conv=conv)
@@ -64,24 +55,13 @@ def assert_equal(actual: list[Saliency], expected: Tensor) -> None:
         np.testing.assert_allclose(saliency.grid, grid, rtol=1e-4, atol=1e-6 * grid.max())
 
 
-@pytest.mark.parametrize("kind", ["ensemble", "after a module", "fused"])
-@pytest.mark.parametrize("layer", [-1, 3])
-def test_the_maps_of_branches_with_one_grid_are_added(kind, layer):
-    members = vit(1), vit(2)
-    model = fused(*members) if kind == "fused" else ensemble(*members)
-    model = nn.Sequential(nn.Identity(), model) if kind == "after a module" else model
-    norms = [member.blocks[layer if layer < 0 else layer - 1].norm1 for member in members]
-    actual = explained(model, layer=layer)
-    assert_equal(actual, sum(cam(model, norm) for norm in norms))
-    assert all("cam_share" not in saliency.facts for saliency in actual)
-
-
 def doubled(self: nn.Module, images: Tensor) -> Tensor:
     """Test-time augmentation in one batch."""
     return self.vit(torch.cat([images, images.flip(-1)])).unflatten(0, (2, -1)).mean(dim=0)
 
 
 REFUSED = {
+    "an ensemble": lambda: nn.Sequential(nn.Identity(), ensemble(vit(1), vit(2))),
     "another grid": lambda: ensemble(vit(1), vit(2, patch_size=32)),
     "a convolutional branch": with_convolutions,
     "a doubled batch": lambda: Custom(doubled, vit=vit(1)),
@@ -91,7 +71,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_branches_that_cannot_be_added_are_refused(kind):
+def test_branches_are_refused(kind):
     torch.manual_seed(4)
     model = REFUSED[kind]()
     with pytest.raises(UnsupportedModelError, match="input_gradient"):
@@ -135,21 +115,16 @@ def test_a_model_of_one_stack_needs_no_further_backward_pass(monkeypatch):
 
 def test_class_activation_maps_of_other_packages_use_the_same_layers():
     pytest.importorskip("pytorch_grad_cam")
-    pytest.importorskip("captum")
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-    members = vit(1), vit(2)
-    model = ensemble(*members)
-    layers = [member.blocks[-1].norm1 for member in members]
+    model = vit(1)
     reshape = lambda tokens: tokens[:, 1:].transpose(1, 2).unflatten(2, (10, 10))  # noqa: E731
-    with GradCAM(model=model, target_layers=layers, reshape_transform=reshape) as package:
+    with GradCAM(model=model, target_layers=[model.blocks[-1].norm1], reshape_transform=reshape) as package:
         expected = package(pixels(1), [ClassifierOutputTarget(2)])[0]
     np.testing.assert_allclose(explained(model, "cam:GradCAM")[0].pixels, expected, atol=1e-5)
     with pytest.raises(UnsupportedModelError, match="branches"):
         explained(with_convolutions(), "cam:GradCAM")
-    with pytest.raises(UnsupportedModelError, match="several branches"):
-        explained(model, "captum:LayerGradCam")
 
 
 @pytest.mark.parametrize("method", ["gae", "rollout", "occlusion"])

@@ -16,7 +16,7 @@ from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.methods.refinement import Affinity, AffinityName, co_attention, key_affinity, refine
-from vitflow.models.blocks import block_paths, branch_norms, layer_output
+from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs
 from vitflow.recording.layers import AttentionLayer
@@ -58,7 +58,7 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
     }
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
     cams = [each for each in chosen if "features" in each.method.needs]
-    features = {path for each in cams for path in branch_norms(model, each.options["layer"])}
+    features = {block_norm(model, each.options["layer"]) for each in cams}
     for each in chosen:
         if "tokens" in each.method.needs:
             layer = each.options.get("layer")  # None: every layer

@@ -16,7 +16,7 @@ from vitflow.methods.frozen_gradient import frozen_gradient as frozen_map
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, has_class_token
-from vitflow.models.blocks import block_of, block_paths, branch_norms, entries_of, layer_output
+from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
 from vitflow.recording.changed_tokens import output_from_tokens
@@ -74,67 +74,49 @@ def frozen_gradient(trace: TargetedTrace) -> Maps:
 
 
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
-    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer.
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer."""
+    path, shares = cam_layer(trace, trace.class_indices, layer)
+    facts = [{} if share >= _whole(trace) else {"cam_share": round(share, 3)} for share in shares.tolist()]
+    return Maps(_map_of(trace, path), facts)
 
-    The maps of branches with the same grid are added.
+
+def cam_layer(trace: Trace, targets: Tensor, layer: int) -> tuple[str, Tensor]:
+    """Return the module whose output Grad-CAM reads, and the share of each image's gradient that passes its block.
+
+    A head may also read lower blocks of the same stack: then the share is below that of the whole. Outputs of several
+    branches are refused.
     """
-    paths, shares = cam_layers(trace, trace.class_indices, layer)
-    grids, whole = [_map_of(trace, path) for path in paths], _whole(trace)
-    facts = [{} if share >= whole else {"cam_share": round(share, 3)} for share in shares.tolist()]
-    return Maps(torch.stack(grids).sum(dim=0), facts)
+    model, path = type(trace.model).__name__, block_norm(trace.model, layer)
+    if path not in trace.features:
+        raise UnsupportedModelError(f"{model} does not run {path}: use another layer, input_gradient or occlusion.")
+    if (count := len(trace.features[path])) != (images := len(targets)):
+        fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
+        raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
+    shares = trace.share_passing(block_of(path), targets)
+    entries = entries_of(trace.model, path) if shares.min() < _whole(trace) else []
+    if entries and not any(trace.share_passing(entry, targets).min() >= _whole(trace) for entry in entries):
+        raise UnsupportedModelError(
+            f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "
+            f"{block_of(path)}, and Grad-CAM would omit the rest. {OTHER_METHODS}"
+        )
+    return path, shares
 
 
-def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Tensor]:
-    """Return the modules whose Grad-CAM maps are added, and the share of each image's gradient that passes them.
-
-    The gradient of the target is measured at the block that contains the layer. If a part of it passes elsewhere, the
-    same layer of other branches with the same grid is added. A head may also read lower blocks of the same stack: then
-    the share is below that of the whole.
-    """
-    model, whole = type(trace.model).__name__, _whole(trace)
-    first, *others = branch_norms(trace.model, layer)
-    paths = [path for path in (first, *others) if path in trace.features]
-    if first not in paths:
-        raise UnsupportedModelError(f"{model} does not run {first}: use another layer, input_gradient or occlusion.")
-    for path in paths:
-        count, images = len(trace.features[path]), len(targets)
-        if count != images:
-            fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
-            raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
-    shares = trace.share_passing([block_of(paths[0])], targets)
-    if shares.min() >= whole:
-        return paths[:1], shares
-    places = trace.feature_layouts
-    same_grid = [path for path in paths if places[path] is not None and places[path] == places[paths[0]]]
-    if len(same_grid) > 1:
-        together = trace.share_passing([block_of(path) for path in same_grid], targets)
-        if together.min() >= whole:
-            return same_grid, together
-    if any(trace.share_passing([entry], targets).min() >= whole for entry in entries_of(trace.model, paths[0])):
-        return paths[:1], shares
-    raise UnsupportedModelError(
-        f"{model} computes its output in several branches that do not share a patch grid: "
-        f"{float(shares.min()):.0%} of its gradient pass {block_of(paths[0])}, and Grad-CAM would omit the rest. "
-        f"{OTHER_METHODS}"
-    )
-
-
-def measured_layers(trace: TargetedTrace, layer: int) -> list[str]:
-    """Return the modules of `cam_layers` for a trace without gradients, from another forward pass."""
+def measured_layer(trace: TargetedTrace, layer: int) -> str:
+    """Return the module of `cam_layer` for a trace without gradients, from another forward pass."""
     size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
     recording = record_attention(
         trace.model,
         gradients=True,
         attention=False,
-        features=branch_norms(trace.model, layer),
+        features=[block_norm(trace.model, layer)],
         outputs=trace.outputs.read,
     )
     with torch.inference_mode(False), torch.enable_grad(), evaluating(trace.model), recording as recorded:
         trace.model(trace.pixels.detach().clone(), **forward_options(trace.model, size))
-    paths, _ = cam_layers(recorded, trace.class_indices, layer)
-    for path in paths:
-        recorded.check_order(path)
-    return paths
+    path, _ = cam_layer(recorded, trace.class_indices, layer)
+    recorded.check_order(path)
+    return path
 
 
 def _whole(trace: Trace) -> float:

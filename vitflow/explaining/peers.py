@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
-from vitflow.explaining.features import measured_layers
+from vitflow.explaining.features import measured_layer
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
@@ -134,10 +134,7 @@ class _ExternalMethod:
     def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
         """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
         grid = trace.cells()
-        path, *others = [""] if layer is None else measured_layers(trace, layer)
-        if others:
-            name = type(trace.model).__name__
-            raise UnsupportedModelError(f"{self.name} reads one layer, and {name} has several branches: use gradcam.")
+        path = "" if layer is None else measured_layer(trace, layer)
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
             options = {key: _with_tuples(value) for key, value in peer_options.items()}
@@ -179,7 +176,7 @@ class _ExternalMethod:
         """Class activation maps, scaled to 0…1 as the package does, with their mean in each patch."""
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-        target_layers = [trace.model.get_submodule(path) for path in measured_layers(trace, layer)]
+        target_layers = [trace.model.get_submodule(measured_layer(trace, layer))]
 
         def on_grid(tokens: Tensor) -> Tensor:
             if tokens.ndim == 4:

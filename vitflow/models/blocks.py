@@ -10,7 +10,7 @@ from torch import nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.fusion import check_layer
-from vitflow.models.anatomy import class_tokens, embedding_of, patch_embed_of, transformer_of
+from vitflow.models.anatomy import class_tokens, embedding_of, transformer_of
 from vitflow.models.parts import CLASSIFIERS, pretrained_of
 
 # Names of the first norm of a block, in transformers, torchvision and open_clip, and in timm.
@@ -111,26 +111,6 @@ def block_norm(model: nn.Module, layer: int) -> str:
     return paths[check_layer("layer", layer, len(paths))]
 
 
-def branch_norms(model: nn.Module, layer: int) -> list[str]:
-    """Return the path of `block_norm`, followed by those of the same layer in further stacks or transformers."""
-    path = block_norm(model, layer)
-    transformers = [root for root, module in model.named_modules() if patch_embed_of(module) is not None]
-    outermost: list[str] = []
-    for root in transformers:  # outer modules first
-        if not any(not other or root.startswith(f"{other}.") for other in outermost):
-            outermost.append(root)
-    if len(outermost) > 1:
-        stacks = [[f"{root}.{norm}" for norm in block_norms(model.get_submodule(root))] for root in outermost]
-    else:
-        grouped: dict[str, list[str]] = {}
-        for norm in block_norms(model):
-            grouped.setdefault(block_of(norm).rpartition(".")[0], []).append(norm)
-        stacks = list(grouped.values())
-    index = layer if layer < 0 else layer - 1
-    same = [stack[index] for stack in stacks if path not in stack and -len(stack) <= index < len(stack)]
-    return [path, *same]
-
-
 def block_of(path: str) -> str:
     """Return the path of the element of a list of modules that contains a module, or of the module itself.
 
@@ -150,14 +130,16 @@ def _indices(parts: Sequence[str]) -> list[int]:
 def entries_of(model: nn.Module, path: str) -> list[str]:
     """Return paths of the first modules of the stacks that contain a module, innermost first, and of the model.
 
-    They do not contain the module itself: for "models.1.blocks.11.norm1", "models.1.blocks.0" and "models.0".
+    They do not contain the module itself, and are of the same class as the part of the stack that does: for
+    "stages.3.blocks.1.norm1", "stages.3.blocks.0" and "stages.0".
     """
-    parts = path.split(".")
-    first = [".".join([*parts[:n], parts[n].rstrip("0123456789") + "0"]) for n in reversed(_indices(parts))]
-    return [
-        *(entry for entry in first if not f"{path}.".startswith(f"{entry}.")),
-        *(block_of(norm) for norm in block_norms(model)[:1]),
-    ]
+    parts, modules = path.split("."), dict(model.named_modules())
+    entries = []
+    for own in (".".join(parts[: n + 1]) for n in reversed(_indices(parts))):
+        entry = own.rstrip("0123456789") + "0"
+        if own != entry and type(modules.get(entry)) is type(modules[own]):
+            entries.append(entry)
+    return [*entries, *(block_of(norm) for norm in block_norms(model)[:1])]
 
 
 def block_paths(model: nn.Module) -> list[str]:

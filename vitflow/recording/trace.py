@@ -168,28 +168,24 @@ class Trace(RecordedHead):
         seen = [] if self.watch is None else self.watch.seen
         return [each for each in seen if each.cut]
 
-    def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
-        """Return the share of the gradient of each image's target that passes some blocks on its way to the pixels.
+    def share_passing(self, path: str, targets: Tensor) -> Tensor:
+        """Return the share of the gradient of each image's target that passes a block on its way to the pixels.
 
-        It is 1 minus the norm of the rest relative to the whole gradient. None of the blocks, given by their paths in
-        `passed`, computes its output from another.
+        It is 1 minus the norm of the rest relative to the whole gradient, and 0 for a block that is not in `passed`.
         """
-        whole, tokens = self.backward(targets).pixels, [self.passed.get(path) for path in paths]
-        known = [each for each in tokens if each is not None]
+        whole, tokens = self.backward(targets).pixels, self.passed.get(path)
         assert whole is not None and self.pixels is not None and self.logits is not None
-        if len(known) < len(tokens):
+        if tokens is None:
             return whole.new_zeros(len(whole))
         scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            if not is_bypassed(scores, known, [self.pixels], self._cuts):
+            if not is_bypassed(scores, [tokens], [self.pixels], self._cuts):
                 return whole.new_ones(len(whole))
-        above = self._differentiate([scores], [torch.full_like(scores, scale)], known)
-        reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
-        if not reached:
+        [above] = self._differentiate([scores], [torch.full_like(scores, scale)], [tokens])
+        if above is None:
             return whole.new_zeros(len(whole))
-        outputs, gradients = zip(*reached, strict=True)
-        [passing] = self._differentiate(outputs, gradients, [self.pixels])
+        [passing] = self._differentiate([tokens], [above], [self.pixels])
         rest = whole if passing is None else whole - at_least_float32(passing) / scale
         share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
         return share.clamp_min(0.0)
