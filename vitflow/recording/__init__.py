@@ -4,6 +4,8 @@
 finishes the `Trace`. What decides the meaning of a map is determined as follows; docs/inside.md has the same rows.
 
 - Applied attention (`interception`): softmaxes and products are observed in the pass. Without any: NoAttentionError.
+- Layers (`parallel`): one run on one image per input size, in which tensors are marked with the attention that they are
+  computed from. Modules side by side on the same tokens are one layer; others side by side: rollout is refused.
 - Positions of tokens (`layer_tokens`): the model's layout, or, if layers differ, one run on noise per input size, in
   which patch indices follow the tokens. Unknown: rollout is refused.
 - Unrecorded mixing (`unseen`): at most two runs on noise per model, with attention replaced by the identity and some

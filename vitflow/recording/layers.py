@@ -261,12 +261,7 @@ def close_layer(
 
     Fusions are applied now, so that only one layer's heads are in memory.
     """
-    recorded = [
-        part.projection.values(part.vectors)
-        for part in parts
-        if part.projection is not None and part.vectors is not None
-    ]
-    values = recorded[0] if len(recorded) == 1 else join_values(recorded) if recorded else None
+    values = _values_of(parts)
     vectors = [part.keys for part in parts if part.keys is not None]
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
@@ -277,6 +272,22 @@ def close_layer(
         layer.mean = (heads.mean(dim=1, dtype=torch.float32) * MEAN_SCALE).half() if means else None
         layer.parts, layer.values = (), None
     return layer
+
+
+def _values_of(parts: Sequence[ModuleAttention]) -> Values | None:
+    """Return the values of a layer, whose modules have a projection each or one together; None if not requested."""
+    projections = {id(part.projection): part.projection for part in parts}
+    recorded = []
+    for projection in projections.values():
+        those = [part for part in parts if part.projection is projection]
+        vectors = [part.vectors for part in those if part.vectors is not None]
+        if projection is None or len(vectors) < len(those):
+            return None
+        if len(those) > 1:
+            pairs = zip(those, vectors, strict=True)
+            projection.check_joined([part.heads.detach() @ each.to(part.heads) for part, each in pairs])
+        recorded.append(projection.values(torch.cat(vectors, dim=1)))
+    return recorded[0] if len(recorded) == 1 else join_values(recorded)
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

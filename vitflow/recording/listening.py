@@ -1,5 +1,6 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
 from vitflow.methods.fusion import LargestValues, normalize_rows
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import output_projection
 from vitflow.recording.attending import Attention, Part, PartFusion
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -33,11 +35,9 @@ from vitflow.recording.layers import (
     ModuleAttention,
     close_layer,
 )
+from vitflow.recording.parallel import Layers
 from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
 from vitflow.recording.trace import Trace
-
-# Blocks with parallel attention modules on the same tokens, which are one layer with more heads.
-_PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
 class Listening(Interception):
@@ -47,6 +47,7 @@ class Listening(Interception):
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
+        modules: the attention modules of the model by layer.
         means, discard_ratio: True to keep means over heads; share of the smallest values that are not kept.
         within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
@@ -73,6 +74,7 @@ class Listening(Interception):
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
+        self.modules = Layers()
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -93,6 +95,7 @@ class Listening(Interception):
         self.recorded: list[str] = []
         self._layouts: dict[int, TokenLayout | None] = {}  # by the number of tokens
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
+        self._left: Counter[str] = Counter()  # modules of parallel layers that have run
         self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
         self.release()
         self._other: set[str] = set()  # descriptions of mixing other than token attention
@@ -121,7 +124,6 @@ class Listening(Interception):
         if self._pools():
             self.pooling = probabilities
             return
-        layer = self._parallel_block() or name
         if is_difference(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} ({name}) applies the difference of two attention matrices, which has "
@@ -135,7 +137,7 @@ class Listening(Interception):
         vectors, keys = attention.value.detach(), self._keys_of(attention.key, None if packed else arrange)
         vectors = vectors if packed or arrange is None else arrange(vectors)
         part = ModuleAttention(probabilities, arrange, vectors, self._projection(), attention.mixed, keys, visible)
-        self._open.setdefault(layer, []).append(part)
+        self._open.setdefault(self.modules.layer(name)[0], []).append(part)
 
     def accepts_parts(self, query: Tensor) -> bool:
         """Return True if only fused probabilities are needed, so that they can be computed in parts."""
@@ -145,7 +147,7 @@ class Listening(Interception):
             or query.device.type != "cpu"
             or query.ndim != 4
             or name in self._open
-            or self._parallel_block()
+            or name in self.modules.joined
             or self._pools()
             or is_difference(module)
             or arrangement(module, query, self.batch) is not None
@@ -178,20 +180,19 @@ class Listening(Interception):
         """Return True if the running module is an attention pooling head, or a direct part of one."""
         return is_pooling(*self.path[-1]) or (len(self.path) > 1 and is_pooling(*self.path[-2]))
 
-    def _parallel_block(self) -> str | None:
-        for path, module in self.path:
-            if type(module).__name__ in _PARALLEL_BLOCKS:
-                return path
-        return None
-
     def _projection(self) -> Projection | None:
-        """Return the output projection of the running module if values are requested, observed until the layer ends."""
+        """Return the output projection of the running module if values are requested, observed until the layer ends.
+
+        Modules of one layer may share that of the module around them.
+        """
         if not self.values:
             return None
-        name, module = self.path[-1]
+        (name, module), around = self.path[-1], self.path[-2] if len(self.path) > 1 else None
+        shared = name in self.modules.joined and output_projection(module) is None
+        if shared and around is not None:
+            name, module = around
         if name not in self._projections:
-            around = self.path[-2][1] if len(self.path) > 1 else None
-            self._projections[name] = Projection(module, name, around)
+            self._projections[name] = Projection(module, name, None if around is None else around[1], shared=shared)
         return self._projections[name]
 
     def release(self) -> None:
@@ -214,10 +215,15 @@ class Listening(Interception):
         replacement, projection = self._join_chunks(name, output), self._projections.get(name)
         if projection is not None:
             projection.check_returned(output)
-        if name in self._open and projection is not None and projection.outside and self.path:
-            self._waiting.setdefault(self.path[-1][0], []).append(name)
-        else:
-            self._finish(name)
+        layer, modules = self.modules.layer(name)
+        if parts := self._open.get(layer):
+            projection = parts[-1].projection
+        self._left[layer] += 1
+        if self._left[layer] % modules == 0:
+            if layer in self._open and projection is not None and projection.outside and self.path:
+                self._waiting.setdefault(self.path[-1][0], []).append(layer)
+            else:
+                self._finish(layer)
         for waiting in self._waiting.pop(name, ()):
             self._finish(waiting)
         return replacement
@@ -272,17 +278,22 @@ class Listening(Interception):
             self._take(close_layer(name, parts, module, fusions, self.means))
         elif name in self._projections:
             self._projections[name].check_product()
-        for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
-            self._projections.pop(path).release()
+        used = {id(part.projection) for part in parts}
+        for path, projection in list(self._projections.items()):
+            if path == name or path.startswith(f"{name}.") or id(projection) in used:
+                self._projections.pop(path).release()
 
     def _pieces(self, name: str, parts: Sequence[ModuleAttention]) -> str:
-        """Return "image by image" or "chunk by chunk" if attention was computed so; otherwise an empty text."""
+        """Return how attention was computed if it was in pieces, as "image by image"; otherwise an empty text."""
         if len(parts) < 2:
             return ""
+        if name in self.modules.serial:
+            return "step by step"
         module = self.model.get_submodule(name)
         shapes = {(len(heads), *heads.shape[-2:]) for heads in (part.heads for part in parts)}
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
-        if any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module)):
+        by_head = is_head_by_head(module) or name in self.modules.by_head
+        if any(count % self.batch for count, _, _ in shapes) or (side_by_side and not by_head):
             return "image by image"
         whole = len(shapes) == 1 and all(queries == keys for _, queries, keys in shapes)
         return "" if whole else "chunk by chunk"

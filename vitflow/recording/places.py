@@ -28,6 +28,7 @@ from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
+from vitflow.recording.parallel import layers_of_image
 from vitflow.recording.receptive_fields import (
     Gradients,
     Misplaced,
@@ -73,6 +74,9 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     layers = [layer for layer in trace.layers if stack_of(layer.name) not in above and layer.name not in pools]
     trace.names = [name for name in names if stack_of(name) not in above and name not in pools]
     trace.layers, refusal = find_tokens(call, layers, given)
+    within = {layer.name for layer in layers} - {layer.name for layer in trace.layers}
+    mixing = [name for name in trace.names if name not in within]
+    refusal = refusal or layers_of_image(call).refusal(call.model, mixing)
     if refusal is not None or not whole or not trace.layers:
         return refusal
     assert trace.watch is not None

@@ -5,7 +5,7 @@ with the stored weight, by one product with a vector. Only if they differ is the
 on unit vectors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from types import NoneType
@@ -54,10 +54,11 @@ class Projection:
     """Output projection of one attention module while the model runs; ValueNormsError if there is none.
 
     `around` is the module that contains the attention module. `outside` is True if the projection is in it, and runs
-    after the attention module.
+    after the attention module. With `shared`, the module contains several attention modules, and projects their
+    results together: concatenated, or their sum.
     """
 
-    def __init__(self, module: nn.Module, name: str, around: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module, name: str, around: nn.Module | None, *, shared: bool = False) -> None:
         self._error = ValueNormsError(
             f"Value weighting requires one linear output projection as the output of each attention module, which "
             f"{type(module).__name__} ({name}) does not have."
@@ -69,12 +70,14 @@ class Projection:
         self.outside = all(part is not projection for part in module._modules.values())
         self._input: Tensor | None = None
         self._measured: Tensor | None = None
+        self._rows: Tensor | None = None  # the latest input
         self._is_linear = True
         self._hooks = [Hook(projection, self._enter, before=True, first=True)]
         self._hooks.append(Hook(projection, self._leave, before=False))
         self._returned: Tensor | None = None
         self._reads_returned = has_other_forward(module) and not self.outside
         self._projected: list[Tensor] = []
+        self._is_sum, self.outside = False, self.outside or shared
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._hooks.append(Hook(module, self._keep_returned, before=False, first=True))
 
@@ -103,6 +106,19 @@ class Projection:
             entries = [each.detach().flatten().sort().values.cpu() for each in both]
             self._is_linear &= len(entries) == 2 and torch.equal(*entries)
 
+    def check_joined(self, mixed: Sequence[Tensor]) -> None:
+        """Raise ValueNormsError if the input is not the results [batch, heads, tokens, width], joined or their sum."""
+        if self._rows is not None:
+            rows = at_least_float32(self._rows)
+            results = [each.transpose(1, 2).flatten(2).to(rows) for each in mixed]
+            same_width = {each.shape[-1] for each in results} == {rows.shape[-1]}
+            expected = torch.stack(results).sum(dim=0) if same_width else torch.cat(results, dim=-1)
+            rounding = _rounding(rows.device.type, self._rows.dtype)
+            self._is_sum = same_width
+            if expected.shape == rows.shape and (expected - rows).norm() <= rounding * rows.norm():
+                return
+        raise self._error
+
     def check_product(self) -> None:
         """Raise ValueNormsError if the outputs differ from the weight that `values` returned before."""
         if self._measured is not None or not self._is_linear:
@@ -119,6 +135,8 @@ class Projection:
             raise self._error
         if self._groups > 1 and matrix.shape[-1] == self._groups * vectors.shape[1] * vectors.shape[-1]:
             vectors = vectors.repeat_interleave(self._groups, dim=1)  # heads of one group share their values
+        if self._is_sum:
+            matrix = matrix.repeat(1, vectors.shape[1] * vectors.shape[-1] // matrix.shape[-1])
         if matrix.shape[-1] != vectors.shape[1] * vectors.shape[-1]:
             raise self._error
         vectors = at_least_float32(vectors)
@@ -140,6 +158,7 @@ class Projection:
 
     def _leave(self, args: Any, output: Any) -> None:
         given, self._input = self._input, None
+        self._rows = None if given is None else given.detach()
         self._projected += [output] if self._reads_returned and isinstance(output, Tensor) else []
         if given is None or not isinstance(output, Tensor):
             self._is_linear = False

@@ -36,6 +36,7 @@ from vitflow.recording.isolation import (
 )
 from vitflow.recording.layers import FusionKey
 from vitflow.recording.listening import Listening
+from vitflow.recording.parallel import Layers, layers_of_image, layers_of_text
 from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
 from vitflow.recording.trace import Trace
@@ -145,6 +146,7 @@ class record_attention:
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
             self._watched: dict[str, nn.Module] = {}
+            self._of_text: Layers | None = None  # of a language model
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
             if self._attention:
@@ -270,6 +272,9 @@ class record_attention:
         if text is not None:
             self._listening.tokens = given.shape[1]
             refuse_static(reads_cache(kwargs))
+            if self._of_text is None and self._attention:
+                self._of_text = layers_of_text(self._model, given.device)
+            self._listening.modules = self._of_text or Layers()
             return args, kwargs
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
@@ -277,6 +282,8 @@ class record_attention:
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
         self._listening.call = Call(self._model, args, kwargs, given, autocast_state(given.device))
+        if self._attention:
+            self._listening.modules = layers_of_image(self._listening.call)
         trace.begin(pixels, self._outputs, self._listening.call)
         copied = self._watch.begin(pixels)
         return (

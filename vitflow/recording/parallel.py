@@ -1,0 +1,236 @@
+"""Attention modules side by side: heads that are modules are one layer, not several.
+
+The recorded model runs once on one image per model and input size, and each tensor is marked with the attentions that
+it is computed from. Attentions that read the same tokens, and none the other's result, are one layer if the next
+attention reads all of them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import OTHER_METHODS
+from vitflow.models.blocks import block_paths_of
+from vitflow.models.calls import tensors_in
+from vitflow.models.parts import module_paths, plain_token_ids
+from vitflow.recording.attending import Attention
+from vitflow.recording.attention_kinds import arrangement, is_head_by_head, is_pooling
+from vitflow.recording.experiment import Call
+from vitflow.recording.interception import Interception
+from vitflow.recording.isolation import Hook
+from vitflow.recording.layers import stack_of, stream_of
+
+# The number of tokens of the text on which a language model runs.
+_LENGTH = 11
+
+
+@dataclass(slots=True, eq=False)
+class _Attended:
+    """One computation of attention.
+
+    Attributes:
+        name, run: path of the module, and the number of the call of the module.
+        shape: windows, queries and keys.
+        inputs: tensors that the running modules got, by path, outermost first.
+        number, sources: bits of this attention, and of those from which its operands are computed.
+    """
+
+    name: str
+    run: int
+    shape: tuple[int, int, int]
+    inputs: Mapping[str, Sequence[Tensor]]
+    number: int = 0
+    sources: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layers:
+    """The attention modules of a model by layer.
+
+    Attributes:
+        joined: path of the layer of each module that has others in parallel, and the number of modules of that layer.
+        order: each layer in the order of the pass: path, bits of its attentions, and of those that it reads.
+        serial: modules that compute attention from their own attention.
+        by_head: layers of which each image has several attentions, such as one for each head.
+    """
+
+    joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    order: Sequence[tuple[str, int, int]] = ()
+    serial: Collection[str] = ()
+    by_head: Collection[str] = ()
+
+    def layer(self, module: str) -> tuple[str, int]:
+        """Return the path of the layer of a module, and the number of its modules."""
+        return self.joined.get(module, (module, 1))
+
+    def refusal(self, model: nn.Module, names: Sequence[str]) -> str | None:
+        """Return why these layers are no sequence, of which each reads the tokens of the one below, or None."""
+        kind = type(model).__name__
+        for block in block_paths_of(model, names):
+            if block in self.by_head and isinstance(model.get_submodule(block), nn.ModuleList | nn.ModuleDict):
+                return (
+                    f"{kind} computes each head of {block} in another module, but has no module around these that "
+                    f"returns their result. {OTHER_METHODS}"
+                )
+        kept = [layer for layer in self.order if layer[0] in names]
+        for (below, number, _), (above, _, sources) in pairwise(kept):
+            if stack_of(below) == stack_of(above) and sources & number != number:
+                return (
+                    f"{kind} computes the attention of {below} and {above} side by side, but not from the same tokens, "
+                    f"or without joining their results before the next layer. {OTHER_METHODS}"
+                )
+        return None
+
+
+def layers_of_image(call: Call) -> Layers:
+    """Return the layers of a model for images of this size, from one run that is cached; none if it fails."""
+    if call.pixels.is_meta:
+        return Layers()
+    return call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: _observe(call, call.pixels[:1]))
+
+
+def layers_of_text(model: nn.Module, device: torch.device) -> Layers:
+    """Return the layers of a language model, from one run on a short text that is cached; none if it fails."""
+
+    def observed() -> Layers:
+        text = torch.tensor([plain_token_ids(model, _LENGTH)], device=device)
+        return _observe(Call(model, (), {"input_ids": text}, text), text)
+
+    call = Call(model, (), {}, torch.empty(0, device=device))
+    return call.cached(layers_of_text, observed)
+
+
+def _observe(call: Call, given: Tensor) -> Layers:
+    marks = _Marks(call.model)
+    with suppress(Exception):  # a model may not run on one image
+        with call.experiment(marks.hooks()), marks:
+            call(given)
+        return _layers(marks.attended, call.model)
+    return Layers()
+
+
+class _Marks(Interception):
+    """Marks each tensor, by the address of its memory, with the attentions from which it is computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.attended: list[_Attended] = []
+        self._model, self._runs = model, 0
+        self._inputs: list[tuple[int, list[Tensor]]] = []  # of the running modules: number of the call, tensors
+        self._marks: dict[int, int] = {}
+
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
+        for name, module in module_paths(self._model):
+            if module._modules:
+                yield Hook(module, partial(self._enter, name, module), before=True)
+                yield Hook(module, partial(self._leave, name), before=False)
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._runs += 1
+        self.path.append((name, module))
+        self._inputs.append((self._runs, list(tensors_in([args, kwargs]))))
+
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        if self.leave(name):
+            self._inputs.pop()
+
+    def on_attention(self, attention: Attention) -> None:
+        """Keep where attention was computed."""
+        if any(is_pooling(*each) for each in self.path[-2:]):
+            return
+        name, module = self.path[-1]
+        arrange = arrangement(module, attention.probabilities, 1)
+        heads = attention.probabilities if arrange is None else arrange(attention.probabilities)
+        inputs = {path: given for (path, _), (_, given) in zip(self.path, self._inputs, strict=True)}
+        shape = len(heads), *heads.shape[-2:]
+        self.attended.append(_Attended(name, self._inputs[-1][0], shape, inputs, 1 << len(self.attended)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands, before = [each for each in map(_address, tensors_in([args, kwargs])) if each], len(self.attended)
+        mark = 0
+        for address in operands:
+            mark |= self._marks.get(address, 0)
+        output = super().__torch_function__(func, types, args, kwargs)
+        for attended in self.attended[before:]:
+            attended.sources = mark if attended.sources is None else attended.sources
+        for attended in self.attended[before:]:
+            mark |= attended.number
+        written = args[:1] if getattr(func, "__name__", "") == "__setitem__" else output
+        for address in map(_address, tensors_in(written)):
+            self._marks[address] = mark | (self._marks.get(address, 0) if address in operands else 0)
+        return output
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _layers(attended: Sequence[_Attended], model: nn.Module) -> Layers:
+    """Return the layers of these attentions; parallel ones are joined if that is shown to be right."""
+    groups: list[list[_Attended]] = []
+    for each in attended:
+        if groups and _is_parallel(groups[-1][0], each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    serial = {
+        above.name
+        for below, above in pairwise(attended)
+        if below.run == above.run
+        and (above.sources or 0) & below.number
+        and not is_head_by_head(model.get_submodule(above.name))
+    }
+    joined, by_head = dict[str, tuple[str, int]](), {group[0].name for group in groups if len(group) > 1}
+    order: list[tuple[str, int, int]] = []
+    for group in groups:
+        runs, number = {each.run for each in group}, sum(each.number for each in group)
+        if len(runs) == 1:
+            order.append((group[0].name, number, group[0].sources or 0))
+            continue
+        # Modules that some later attention reads without the others are streams of their own.
+        apart = any(0 != (each.sources or 0) & number != number for each in attended)
+        path = _path_of(group, attended)
+        entries = {each.name: (path, len(runs)) for each in group}
+        if apart or any(joined.get(name, entry) != entry for name, entry in entries.items()):
+            order += [(each.name, each.number, each.sources or 0) for each in group]
+            continue
+        joined |= entries
+        by_head.add(path)
+        order.append((path, number, group[0].sources or 0))
+    return Layers(joined, order, serial, by_head)
+
+
+def _path_of(group: Sequence[_Attended], attended: Sequence[_Attended]) -> str:
+    """Return the path of the module or list that contains a group and no other attention, or of its first module."""
+    names = {each.name for each in group}
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
+    whole = ".".join(parts[0] for parts in shared)
+    alone = all(each.name in names or not f"{each.name}.".startswith(f"{whole}.") for each in attended)
+    return whole if whole and alone else group[0].name
+
+
+def _is_parallel(first: _Attended, other: _Attended) -> bool:
+    """Return True if two attentions have equal shape and global, and are computed from the same tokens."""
+    if first.run == other.run:
+        return not (other.sources or 0) & first.number
+    same = first.sources == other.sources and first.shape == other.shape and first.shape[0] == 1
+    if not same or stream_of(first.name) != stream_of(other.name):
+        return False
+    paths = zip(first.inputs.items(), other.inputs.items(), strict=False)
+    [(_, given), (_, also)] = next((pair for pair in paths if pair[0][0] != pair[1][0]), [("", ()), ("", ())])
+    return bool(given) and list(map(_tokens, given)) == list(map(_tokens, also))
+
+
+def _tokens(tensor: Tensor) -> Any:
+    """Return what identifies the tokens of a tensor [batch, tokens, channels], of which it may have some channels."""
+    if tensor.ndim < 2 or tensor.layout != torch.strided:
+        return id(tensor)
+    step = max(1, tensor.stride(-2))
+    return _address(tensor), tensor.shape[:-1], tensor.stride(), tensor.storage_offset() // step
