@@ -19,9 +19,11 @@ from PIL import Image
 import vitflow
 from tests.viewer.waiting import until, watched
 from vitflow import Explainer, attention_rollout, explore
+from vitflow.analysis.removal import patch_order, removed_counts
 from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
+from vitflow.evaluation import faithfulness_curves
 from vitflow.explaining.captions import departures, variant
 from vitflow.images.overlay import scale_range
 from vitflow.methods.fusion import raw_attention
@@ -275,28 +277,75 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
 
 
-def test_the_page_begins_with_a_map_that_reacts_to_the_patch_and_covers_no_photograph(page):
+def test_the_page_begins_with_the_map_of_the_output_to_which_escape_returns(page):
     page.evaluate("async () => { invited = true; await begin({}); }")
-    assert page.get_by_role("tab", name="Similar patches").get_attribute("aria-selected") == "true"
+    assert page.get_by_role("tab", name="GAE").get_attribute("aria-selected") == "true"
     stage, message = (page.locator(f"#panel-a {part}").bounding_box() for part in (".stage", ".message"))
     assert message["y"] >= stage["y"] + stage["height"]
-    before, after = (map_of(page, map="similarity", patch=patch)[0] for patch in ("1,1", "6,6"))
-    assert before.argmax() == 1 * before.shape[1] + 1 and after.argmax() == 6 * after.shape[1] + 6
+    page.mouse.click(*point_of(page, "b", 4, 9))
+    until(page, "state.map === 'rollout' && state.patchb === '4,9' && panels.b.map.agreement !== undefined")
+    assert "from the patch in row 4, column 9" in page.locator("#panel-b .from").text_content()
+    page.keyboard.press("Escape")
+    until(page, "state.map === 'gae' && state.patchb === '' && panels.b.map.own")
+    page.keyboard.press("ArrowRight")
+    until(page, "state.map === 'rollout' && state.patchb !== ''")
 
 
-def test_a_map_that_cannot_be_requested_says_so_below_the_image(page):
-    reported = page.locator("#panel-a .message")
+def test_does_it_matter_shows_the_deletion_curve_of_the_map(page, data, place, explainer):
+    for image, source in zip(data["images"], ("first.png", HOSTILE), strict=True):
+        maps = explainer.explain_batch([place / source], methods=["gae"], targets="top3")
+        others = [*(("random", {"random_seed": seed}) for seed in range(3)), "centre"]
+        for entry, saliency in zip(image["deletion"], maps, strict=True):
+            baselines = explainer.explain_batch([place / source], methods=others, targets=[saliency.target])
+            own, *random, centre = (curve.deletion for curve in faithfulness_curves(explainer, [saliency, *baselines]))
+            for name, curve in {"map": own, "random": np.mean(random, axis=0), "centre": centre}.items():
+                assert entry["scores"][name] == pytest.approx(curve, rel=1e-3, abs=1e-5), name
+            steps = np.array([int(digit, 16) for digit in entry["steps"]])
+            assert (np.sort(steps) == steps[patch_order(saliency.grid)]).all()
+            assert np.bincount(steps).cumsum().tolist() == removed_counts(144, 11) and entry["replace"] == "drop"
+    page.get_by_role("tab", name="Does it matter?").click()
+    page.locator("#panel-a .matters input").fill("3")
+    until(page, "state.removed === 3")
+    entry = data["images"][0]["deletion"][0]
+    until(page, "panels.a.matters.querySelector('.map strong').textContent !== ''")
+    value = page.evaluate("percent(panels.a.map.own.scores.map[3])")
+    assert page.locator("#panel-a .curves .map strong").text_content() == value
+    assert "43 of 144 patches (30 %) are removed" in page.locator("#panel-a .from").text_content()
     page.mouse.click(*point_of(page, "a", 4, 9))
-    assert reported.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
-    page.get_by_role("tab", name="GAE").click()
-    until(page, "panels.a.map.own")
-    assert page.locator("#silent").is_visible() and page.locator("#asking").is_hidden()
-    page.evaluate("update()")
-    until(page, "panels.a.message.hidden")
-    page.mouse.click(*point_of(page, "a", 4, 9))
-    assert "not available for a single patch" in reported.text_content()
-    page.get_by_role("tab", name="Attention rollout").click()
-    until(page, "panels.a.message.hidden && panels.a.map.layers !== null")
+    assert "slider" in page.locator("#panel-a .message").text_content()
+    page.locator("#call").click()
+    names: dict = {"explainer": explainer}
+    exec(page.locator("#python").text_content(), names)
+    assert names["curves"].deletion[3] == pytest.approx(entry["scores"]["map"][3], rel=1e-3)
+    page.locator("#close").click()
+
+
+SWIN = {"num_classes": 3, "img_size": 56, "depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2), "window_size": 7}
+
+
+class Stretched(torch.nn.Module):
+    """A model with windows, of images with two values: no token can be dropped, and a blank image gives NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = timm.create_model("swin_tiny_patch4_window7_224", **SWIN)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
+        return self.inner((pixels - low) / (high - low))
+
+
+def test_deletion_is_small_can_be_left_out_and_says_why_it_is_missing(explainer):
+    image = Image.open(sample_images()[0]).convert("RGB")
+    whole, without = (explore(image, model=explainer, methods=["gae"], deletion=deletion) for deletion in (True, False))
+    assert 0 < len(whole.html) - len(without.html) < 100_000
+    assert not data_of(without.html)["images"][0]["deletion"]
+    config = {"input_size": (3, 56, 56), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", vitflow.VitflowWarning)
+        missing = explore(image, model=Explainer(Stretched().eval(), data_config=config), methods=["gae"])
+    assert not data_of(missing.html)["images"][0]["deletion"]
+    assert any("left out, as patches cannot be removed" in note and "NaN" in note for note in missing.notes)
 
 
 @pytest.mark.parametrize("mode", ["rollout", "attention"])
@@ -499,8 +548,7 @@ def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
 
 
 def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_path):
-    sizes = {"num_classes": 3, "img_size": 56, "depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2), "window_size": 7}
-    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
+    model = timm.create_model("swin_tiny_patch4_window7_224", **SWIN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", vitflow.VitflowWarning)
         made = explore(Image.open(sample_images()[0]).convert("RGB"), model=model)
@@ -508,7 +556,11 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     page.goto(made.save(tmp_path / "windows.html").as_uri())
     assert "SwinTransformer has windows" in page.locator("#refused").text_content()
     tabs = page.locator("#maps [role=tab]").all_text_contents()
-    assert tabs[0] == "Similar patches" and {"GAE", "Grad-CAM", "Attention rollout", "Raw attention"} <= set(tabs)
+    assert (
+        page.locator("#maps [aria-selected=true]").text_content() == "GAE"
+        and "Does it matter?" in tabs
+        and {"GAE", "Grad-CAM", "Attention rollout", "Raw attention"} <= set(tabs)
+    )
     for name in tabs:
         page.get_by_role("tab", name=name, exact=True).click()
         until(page, "panels.a.map && Number.isFinite(panels.a.map.high)")

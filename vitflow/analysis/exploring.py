@@ -1,14 +1,24 @@
 """Record everything that an interactive page needs to compute maps in the browser."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, printable
+from vitflow.analysis.removal import Kept, logits_without, patch_order, removed_counts
+from vitflow.errors import (
+    NoAttentionError,
+    OptionError,
+    UnsupportedModelError,
+    ValueNormsError,
+    VitflowError,
+    printable,
+)
 from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.explainer import Explainer
@@ -30,6 +40,10 @@ READY_METHODS = ("gae", "gradient_rollout", "sampling", "consensus", "gradcam", 
 _OTHERWISE_LIVE = ("rollout", "attention")
 # Number of classes on the page, and the default targets of class-specific maps.
 _ANSWERS, _TARGETS = 5, "top3"
+# Points of a deletion curve, and the orders that it is compared with: three random ones, whose mean is shown, and the
+# centre prior.
+_POINTS = 11
+_ORDERS: list[MethodChoice] = [*(("random", {"random_seed": seed}) for seed in range(3)), "centre"]
 
 
 def explore(
@@ -39,6 +53,7 @@ def explore(
     methods: Sequence[MethodChoice] | None = None,
     targets: Targets = _TARGETS,
     max_size: float = 40.0,
+    deletion: bool = True,
     fit: str = "crop",
     device: str | torch.device | None = None,
     call: ModelCall | None = None,
@@ -52,6 +67,8 @@ def explore(
         targets: targets of class-specific maps; by default the three most probable classes.
         max_size: maximum size of the page in megabytes. Data that does not fit is left out or stored in 8 bits, and the
             page reports it.
+        deletion: also run the model while the patches of the GAE maps are removed one tenth after the other, whose
+            scores the page shows. This takes most of the time.
         fit, device: as for `vitflow.explain`.
         call: command and Python call that load the model, if its id is not enough.
 
@@ -71,7 +88,7 @@ def explore(
     if methods is not None:
         choose_methods(methods, {})  # before a model is loaded
     explainer = Explainer.of(model, device=device, fit=fit)
-    explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources))
+    explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources), deletion)
     explored = [explorer.explore(source, index) for index, source in enumerate(sources, start=1)]
     names = {entry["method"] for image in explored for entry in image.maps} | {*_OTHERWISE_LIVE, "similarity"}
     return make_explorer(
@@ -104,6 +121,7 @@ class _Explorer:
     methods: Sequence[MethodChoice] | None
     targets: Targets
     max_bytes: float
+    deletion: bool
 
     def explore(self, source: ImageInput, index: int) -> ExploredImage:
         """Record and compute everything that the page needs for an image."""
@@ -118,6 +136,8 @@ class _Explorer:
             self._heads(placed, explored)
         maps = self._computed(placed, explored)
         explored.maps = [_map(saliency) for saliency in maps]
+        if self.deletion:
+            self._deletion(placed, explored)
         drawn = [(saliency.placement, saliency.grid.shape) for saliency in maps]
         grids = [explored.features[1]] if explored.features is not None else []
         grids += [(explored.layout.rows, explored.layout.cols)] if explored.layout is not None else []
@@ -224,6 +244,44 @@ class _Explorer:
         if self.methods is not None:
             return self.explainer.explain_batch([image], methods=plain, **arguments)
         return self.explainer.explain_supported(image, plain, **arguments)[0]
+
+    def _deletion(self, image: PlacedImage, explored: ExploredImage) -> None:
+        """Add the scores of the classes of GAE maps while patches are removed, or the reason why they cannot be."""
+        indices = [entry["class_index"] for entry in explored.maps if entry["method"] == "gae"]
+        targets = [index for index in indices if index is not None][:_ANSWERS]
+        if not targets:
+            return
+        [choice] = [each for each in choose_methods(self.methods or ["gae"], {}) if each.method.name == "gae"][:1]
+        maps = self.explainer.explain_batch([image], methods=[choice], targets=targets)
+        maps += self.explainer.explain_batch([image], methods=_ORDERS)
+        orders = [patch_order(saliency.grid) for saliency in maps]
+        kept = [
+            Kept(order[count:], saliency.grid.shape, saliency.placement.extent)
+            for order, saliency in zip(orders, maps, strict=True)
+            for count in removed_counts(order.size, _POINTS)
+        ]
+        for replace_by in ("drop", "blank"):
+            try:
+                logits = logits_without(self.explainer, image, kept, replace_by, targets[0])
+                break
+            except VitflowError as error:
+                explored.refused["deletion"] = str(error)
+        else:
+            return
+        explored.refused.pop("deletion", None)
+        scores = self.explainer.outputs.scores(logits).double().unflatten(0, (len(maps), _POINTS)).numpy()
+        others = {"random": scores[-len(_ORDERS) : -1].mean(axis=0), "centre": scores[-1]}
+        for saliency, order, own in zip(maps, orders, scores[: len(targets)], strict=False):
+            curves = {name: values[:, saliency.target] for name, values in {"map": own, **others}.items()}
+            explored.deletion.append(_map(saliency) | {"replace": replace_by} | _steps(order, curves))
+
+
+def _steps(order: NDArray[np.intp], curves: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
+    """Return curves for JSON, with the step that removes each patch as a digit: the values of the map are not needed."""
+    steps = np.empty(order.size, np.intp)
+    steps[order] = np.searchsorted(removed_counts(order.size, _POINTS), np.arange(order.size), side="right")
+    rounded = {name: [float(f"{value:.4g}") for value in values] for name, values in curves.items()}
+    return {"values": [], "steps": "".join(f"{step:x}" for step in steps), "scores": rounded}
 
 
 def _map(saliency: Saliency) -> dict[str, Any]:

@@ -159,6 +159,13 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     default=40.0,
     metavar="MB",
 )
+@shared.option(
+    "",
+    "--deletion/--no-deletion",
+    None,
+    "Run the model while the highest patches of the GAE maps are removed, and show whether the class's score falls.",
+    default=True,
+)
 @shared.output_option(
     help="The page, .html; or a folder.  [default: IMAGE-explore.html here; of several, IMAGE-and-N-more-explore.html]"
 )
@@ -179,6 +186,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         methods=methods,
         targets=list(given["targets"] or given["prompts"]) or "top3",
         max_size=given["max_size"],
+        deletion=given["deletion"],
         call=_call(given),
     )
     with writing(output):

@@ -38,7 +38,7 @@ FUSED: tuple[Fused, ...] = (
 # Colour maps to choose from, the default first.
 COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
 # Fields of an image that the page contains unchanged.
-_AS_THEY_ARE = ("path", "window", "areas", "pooling", "maps", "answers", "refused", "uniform")
+_AS_THEY_ARE = ("path", "window", "areas", "pooling", "maps", "deletion", "answers", "refused", "uniform")
 # Longer side of the images, in pixels.
 _PHOTOGRAPH = 1024
 _MEGABYTE = 10**6
@@ -61,8 +61,11 @@ class ExploredImage:
     affinities: dict[str, Floats] = field(default_factory=dict)  # by kind, [patches, patches]
     features: tuple[Floats, tuple[int, int]] | None = None  # [patches, width], with their (rows, cols)
     maps: list[dict[str, Any]] = field(default_factory=list)  # further maps, ready for JSON
+    deletion: list[dict[str, Any]] = field(default_factory=list)  # for each class, its scores while patches are removed
     answers: list[dict[str, Any]] = field(default_factory=list)  # classes, most probable first
-    refused: dict[str, str] = field(default_factory=dict)  # why "live", "weighting", "refine" or "features" are missing
+    refused: dict[str, str] = field(
+        default_factory=dict
+    )  # why "live", "weighting", "refine", "features", … are missing
     uniform: bool = False  # whether refinement would make any map nearly constant
 
 
@@ -115,6 +118,8 @@ def make_explorer(
             one["features"] = {**packed, "grid": image.features[1]}
     live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
     notes = _pack_attention(live, room, max_size) if live else []
+    if reason := next((image.refused["deletion"] for image in images if "deletion" in image.refused), None):
+        notes.append(f"“Does it matter?” is left out, as patches cannot be removed: {reason}")
     title = records[0]["name"] if len(images) == 1 else f"{len(images)} images"
     heads = max((image.heads.shape[1] for _, image in live if image.heads is not None), default=0)
     data = {
@@ -129,7 +134,7 @@ def make_explorer(
         "cmaps": list(COLOUR_MAPS),
         "percentiles": ROBUST_PERCENTILES,
     }
-    scripts = ("attention", "calls", "explorer")
+    scripts = ("attention", "calls", "deletion", "explorer")
     page = make_html("explorer", *scripts, title=title, model=model, model_note=model_note, notes=notes, data=data)
     size = f"The page has {len(page) / _MEGABYTE:.1f} MB."
     if len(page) > max_size * _MEGABYTE:

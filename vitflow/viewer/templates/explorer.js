@@ -5,9 +5,12 @@ const LIVE = ["rollout", "attention", "similarity"];
 const ready = [...new Set(images.flatMap(({ maps }) => maps.map(({ method }) => method)))];
 const computes = images.some(({ attention }) => Object.keys(attention).length), hasFeatures = images.some(({ features }) => features);
 const fusedSets = computes ? images.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
-const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similarity"] : []), ...ready.filter((name) => !(name === "similarity" ? hasFeatures : computes && LIVE.includes(name)))];
-// The map to begin with: one that differs clearly from patch to patch, as rollout often does not.
-const first = hasFeatures ? "similarity" : modes[0];
+const matters = images.some(({ deletion }) => deletion.length);
+if (matters) methods[MATTERS] = { title: "Does it matter?", defaults: {}, published: null, signed: false };
+const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similarity"] : []), ...ready.filter((name) => !(name === "similarity" ? hasFeatures : computes && LIVE.includes(name))), ...(matters ? [MATTERS] : [])];
+// The map to begin with: that of the output.
+const first = modes.find((mode) => mode === "gae") ?? modes.find((mode) => mode === "rollout") ?? modes[0];
+let from = null; // the map of the output in which a patch was clicked, to which Escape returns
 const titleOf = (mode) => methods[mode].title;
 
 // What a map begins with: the method's own options, as far as the page holds what they need.
@@ -17,7 +20,7 @@ function initialOf(map) {
     map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", query: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
-    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.75, cmap: colourMaps[0], background: data.drawing.background, contours: false,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.75, cmap: colourMaps[0], background: data.drawing.background, contours: false, removed: 0,
   };
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }
@@ -39,7 +42,10 @@ function setOf(name) {
 const imageOf = (side) => images[state[side]];
 const patchKey = (side) => (side === "a" ? "patch" : "patchb");
 const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (state.map === "similarity" ? hasFeatures : computes);
-const mapsOf = (image, mode) => image.maps.filter(({ method }) => method === mode);
+const mapsOf = (image, mode) => (mode === MATTERS ? image.deletion : image.maps.filter(({ method }) => method === mode));
+
+// The map that a click on a patch of this one shows, or null.
+const liveOf = (image) => (isLive() ? state.map : state.map === MATTERS ? null : computes && image.grid ? "rollout" : image.features ? "similarity" : null);
 
 // The patch grid of an image.
 function gridOf(image) {
@@ -58,16 +64,14 @@ function queryPatch(side) {
 // Why a map cannot be had of an image, or null.
 function refusal(image) {
   if (state.map === "similarity") return image.features ? null : image.refused.features;
-  if (!isLive()) return mapsOf(image, state.map).length ? null : "This map was not made for this photograph.";
+  if (!isLive()) return mapsOf(image, state.map).length ? null : (state.map === MATTERS && image.refused.deletion) || "This map was not made for this photograph.";
   return image.grid ? null : image.refused.live;
 }
 
 // Why a click on a patch asks nothing, or null where it does.
 function silence() {
-  if (isLive()) return null;
-  const asking = modes.filter((mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes)).map(titleOf), last = asking.pop();
-  const others = last ? ` Use ${asking.length ? `${asking.join(", ")} or ${last}` : last}.` : "";
-  return `${titleOf(state.map)} was computed for the whole output and is not available for a single patch.${others}`;
+  if (state.map === MATTERS) return "Move the slider to remove patches.";
+  return liveOf(imageOf("a")) ? null : `${titleOf(state.map)} was computed for the whole output and is not available for a single patch.`;
 }
 
 // --- maps ------------------------------------------------------------------------------------------------------------
@@ -109,7 +113,7 @@ const SPREAD = ["after", "after_clamping"];
 function refines(image) {
   const kind = mapsOf(image, state.map)[0]?.refine_stage;
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
-  return state.refine > 0 && state.map !== "similarity" && image.grid && names.every((name) => image.affinities[name]) && (isLive() || SPREAD.includes(kind));
+  return state.refine > 0 && !["similarity", MATTERS].includes(state.map) && image.grid && names.every((name) => image.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
 
 async function refined(image, map) {
@@ -132,7 +136,7 @@ async function compute(side) {
 const wholes = new Map();
 
 function wholeOf(image, side) {
-  const query = JSON.stringify({ ...state, patch: "", patchb: "", query: "", less: false, opacity: 0, cmap: "", background: "", contours: false });
+  const query = JSON.stringify({ ...state, patch: "", patchb: "", query: "", less: false, opacity: 0, cmap: "", background: "", contours: false, removed: 0 });
   if (wholes.get(image)?.query !== query) wholes.set(image, { query, map: computeFor(image, side, null) });
   return wholes.get(image).map;
 }
@@ -142,6 +146,7 @@ async function computeFor(image, side, patch) {
   if (state.map === "similarity") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
     const maps = mapsOf(image, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
+    if (state.map === MATTERS) return { shape: own.shape, values: stepsOf(own), layers: null, own };
     return { shape: own.shape, values: await refined(image, Float64Array.from(own.values, (value) => (own.refine_stage === "after_clamping" && refines(image) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
   }
   const readout = readoutOf(image, patch), patches = (row) => refined(image, row.slice(image.prefix));
@@ -194,7 +199,9 @@ async function update() {
 }
 
 function showPanel(side, why) {
-  const panel = panels[side], { map } = panel, image = imageOf(side), [width, height] = fit(panel.stage, image.size, 28);
+  const panel = panels[side], { map } = panel, image = imageOf(side), removing = state.map === MATTERS;
+  panel.matters.hidden = !(map && removing); // before the stage is measured, which then is lower
+  const [width, height] = fit(panel.stage, image.size, 28);
   layBackground(panel.ground, image, state.opacity);
   panel.frame.style.width = `${width}px`; panel.frame.style.height = `${height}px`;
   if (panel.photo.src !== image.image) panel.photo.src = image.image;
@@ -210,19 +217,26 @@ function showPanel(side, why) {
     panel.less.textContent = state.less ? "Show the map itself" : "Show the difference";
   }
   panel.departs.textContent = map ? departuresOf(side) : "";
-  panel.message.hidden = !(invited && isLive() && side === "a");
+  panel.message.hidden = !(invited && liveOf(image) && side === "a");
   if (!panel.message.hidden) panel.message.textContent = state.map === "similarity" ? "Click a patch to see which others are similar." : "Click a patch to see its attention.";
-  panel.frame.classList.toggle("silent", !isLive());
+  panel.frame.classList.toggle("silent", !liveOf(image));
   panel.frame.setAttribute("aria-label", `${image.name}: ${panel.from.textContent}`);
-  for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map;
-  if (map) {
+  panel.ground.hidden ||= removing;
+  for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map || removing;
+  if (map && removing) {
+    panel.lines.hidden = false;
+    drawRemoved(panel.lines, image, map.own, map.values, state.removed, width, height);
+    panel.matters.querySelector("input").value = state.removed;
+    panel.matters.querySelector("output").textContent = `${10 * state.removed} %`;
+    drawCurves(panel.matters, map.own, state.removed);
+  } else if (map) {
     drawHeat(panel.heat, map, image, tables[state.cmap], width, height);
     panel.heat.style.opacity = state.opacity;
     drawContours(panel.lines, state.contours ? map : null, image, width, height);
     showScale(panel.scale, tables[state.cmap], map, state.opacity, state.background);
   }
   panel.hovered.hidden = true;
-  panel.reading.textContent = map && patch && panel.query.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
+  panel.reading.textContent = map && patch && panel.query.hidden === false ? readingOf(map, patch) : map && !removing ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
 }
 
 // A class with its probability, or its score.
@@ -238,6 +252,7 @@ function wordsOf(side) {
   const more = state.less && patch ? ", minus the map of the model output" : "";
   if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}${more}`;
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}${more}`;
+  if (state.map === MATTERS) return `${map.own.label}: ${removalOf(map.own, map.values, state.removed)}`;
   const facts = factsOf(map.own.facts);
   return `${titleOf(state.map)}${map.own.label ? ` for ${withNumber(map.own)}` : ""}, computed beforehand for the model output${facts ? ` · ${facts}` : ""}`;
 }
@@ -294,7 +309,7 @@ function groups() {
   const live = isLive() && state.map !== "similarity", kind = mapsOf(imageOf("a"), state.map)[0];
   return {
     images: images.length > 1, source: isLive(), class: !isLive() && Boolean(kind?.specific), layers: live && state.map === "rollout",
-    layer: live && state.map === "attention", attention: live, residual: live && state.map === "rollout", refine: live || !isLive(), drawing: true,
+    layer: live && state.map === "attention", attention: live, residual: live && state.map === "rollout", refine: (live || !isLive()) && state.map !== MATTERS, drawing: state.map !== MATTERS,
   };
 }
 
@@ -336,7 +351,7 @@ function showControls() {
   $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the model output";
   $("readout").hidden = !state[patchKey(state.query)] || state.map === "similarity";
   const refused = imageOf("a").refused.live;
-  $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
+  $("asking").hidden = Boolean(silence()); $("silent").textContent = silence() ?? "";
   $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
   markTab($("maps"), state.map);
   showAbout();
@@ -363,7 +378,7 @@ function fillClasses() {
 
 // --- what a reader does ----------------------------------------------------------------------------------------------
 
-const numeric = new Set(["a", "b", "start", "end", "layer", "discard_ratio", "residual", "refine", "opacity"]);
+const numeric = new Set(["a", "b", "start", "end", "layer", "discard_ratio", "residual", "refine", "opacity", "removed"]);
 
 // A value as it stands in a control or in the address, of its own kind; null where it is none.
 function valueOf(name, text) {
@@ -383,6 +398,7 @@ function take(values) {
 
 // Begin anew, with some values.
 function begin(values) {
+  from = null;
   Object.assign(state, initialOf(modes.includes(values.map) ? values.map : first));
   take(values);
   return update();
@@ -400,6 +416,7 @@ function isPossible(name, value) {
     case "query": return sides.includes(value);
     case "discard_ratio": case "residual": return value >= 0 && value < 1;
     case "refine": return whole(0, 9);
+    case "removed": return whole(0, 10);
     case "opacity": return value >= 0 && value <= 1;
     case "background": return Object.hasOwn(kept, value);
     case "cmap": return colourMaps.includes(value);
@@ -422,15 +439,25 @@ function ask(side, patch) {
   invited = false;
   state.query = side;
   state[patchKey(side)] = patch ? patch.join(",") : "";
+  if (!patch && from) return choose(from);
   const { query } = panels[side];
   query.classList.remove("new"); query.getBoundingClientRect(); query.classList.add("new"); // the frame of the patch draws in anew
   return update();
 }
 
+// Let a map of the output give way to one of patches; whether there is one.
+function askable(side) {
+  const mode = liveOf(imageOf(side)), output = state.map;
+  if (mode && mode !== output) { change(mode); from = output; }
+  return Boolean(mode);
+}
+
 // Move the selected patch; from the whole output, start at the middle one.
 function move(down, right) {
+  if (state.map === MATTERS) { take({ removed: state.removed + right }); return update(); }
+  if (!askable(state.query)) return say(state.query);
   const side = state.query, grid = gridOf(imageOf(side)), patch = queryPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
-  if (!grid || !isLive()) return say(side);
+  if (!grid) return say(side);
   ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
 }
 
@@ -443,10 +470,15 @@ function say(side) {
 
 // Another map: options that were not touched become its own.
 function choose(mode) {
+  change(mode);
+  return update();
+}
+
+function change(mode) {
+  from = null;
   const before = initialOf(state.map), own = initialOf(mode);
   for (const name of Object.keys(own)) if (state[name] === before[name]) state[name] = own[name];
   take({ map: mode });
-  return update();
 }
 
 // Command line and Python call for the map of the side that was selected last.
@@ -460,6 +492,7 @@ function currentCall() {
     command: `# the map of the patch; the difference is made in Python\n${found.command}`,
     python: differenceCode(path, call, method, options, found.python),
   } : found);
+  if (state.map === MATTERS) return deletionCall(path, panels[side].map.own);
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([, value]) => value !== null));
     return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refine_stage) && refines(image) ? refining : {}) });
@@ -481,7 +514,10 @@ function saveImage() {
   canvas.width = width; canvas.height = height;
   const pen = canvas.getContext("2d");
   pen.drawImage(photo, 0, 0);
-  if (map) {
+  if (map && state.map === MATTERS) {
+    drawRemoved(layer, image, map.own, map.values, state.removed, width, height);
+    pen.drawImage(layer, 0, 0);
+  } else if (map) {
     paintBackground(pen, image, width, height);
     drawHeat(layer, map, image, tables[state.cmap], width, height);
     pen.globalAlpha = state.opacity; pen.drawImage(layer, 0, 0); pen.globalAlpha = 1;
@@ -520,14 +556,14 @@ async function copy(id) {
 
 function makeTabs() {
   const asks = (mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes);
-  for (const [words, own] of [["Click a patch:", modes.filter(asks)], ["Model output only:", modes.filter((mode) => !asks(mode))]]) {
+  for (const [words, own] of [["Of a patch:", modes.filter(asks)], ["Of the model output:", modes.filter((mode) => !asks(mode) && mode !== MATTERS)], ["", matters ? [MATTERS] : []]]) {
     if (!own.length) continue;
     const group = document.createElement("div"), label = document.createElement("span");
     Object.assign(group, { className: "group", role: "presentation" }); Object.assign(label, { className: "which", textContent: words });
     label.setAttribute("aria-hidden", "true");
     group.append(label, ...own.map((mode) => {
       const tab = document.createElement("button");
-      Object.assign(tab, { type: "button", textContent: titleOf(mode), title: asks(mode) ? "Click a patch of the photograph to see its map" : "Computed for the model output only: patches cannot be clicked" });
+      Object.assign(tab, { type: "button", textContent: titleOf(mode), title: asks(mode) ? "Click a patch of the photograph to see its map" : mode === MATTERS ? "Remove the highest patches of the map, and see whether the score falls" : "Computed for the model output; a click on a patch shows its own map" });
       tab.setAttribute("role", "tab"); tab.dataset.name = mode;
       return tab;
     }));
@@ -560,7 +596,7 @@ function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
     stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), message: part(".message"),
-    query: part(".query"), comparison: part(".comparison"), correlation: part(".correlation"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
+    query: part(".query"), comparison: part(".comparison"), correlation: part(".correlation"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), matters: part(".matters"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, imageOf(side), panel.map.shape);
   const read = (patch) => {
@@ -568,8 +604,12 @@ function makePanel(side) {
     panel.reading.textContent = patch ? readingOf(panel.map, patch) : panel.map ? "the model did not see this part" : "";
   };
   panel.frame.addEventListener("click", (event) => {
-    const patch = at(event);
-    if (patch && isLive()) return ask(side, patch);
+    const image = imageOf(side);
+    let patch = at(event);
+    if (patch && askable(side)) {
+      patch = patchAt(event, panel.frame, image, gridOf(image));
+      if (patch) return ask(side, patch);
+    }
     read(patch); // a finger points at nothing before it taps
     if (patch || !panel.map) say(side);
   });
@@ -584,6 +624,7 @@ const arrows = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowR
 function listen() {
   $("controls").addEventListener("submit", (event) => event.preventDefault());
   $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); soon(); });
+  $("panels").addEventListener("input", ({ target }) => { take({ removed: target.value }); soon(); });
   $("readout").addEventListener("click", () => ask(state.query, null));
   $("reset").addEventListener("click", () => begin({}));
   $("save").addEventListener("click", saveImage);
@@ -597,7 +638,7 @@ function listen() {
   wireTabs($("maps"), choose);
   addEventListener("keydown", (event) => {
     if (isField(event.target) || !isBare(event) || $("calls").open) return;
-    if (event.key === "Escape" && isLive()) ask(state.query, null);
+    if (event.key === "Escape" && (isLive() || from)) ask(state.query, null);
     else if (arrows[event.key]) { event.preventDefault(); move(...arrows[event.key]); }
   });
   addEventListener("resize", () => update());
