@@ -211,7 +211,7 @@ def test_a_patch_is_answered_by_rollout_where_the_method_has_none(answers):
     assert method == "rollout" and "patch=(6, 6)" in code and "<b>Explain</b> to return" in says
 
 
-@pytest.mark.filterwarnings("ignore:own.safetensors has 3 classes")  # which is a note on the page
+@pytest.mark.filterwarnings("ignore:own.safetensors. built .* with num_classes=3")  # which is a note on the page
 def test_the_first_model_has_the_weights_and_the_names_that_were_given(answers, tmp_path, monkeypatch):
     import timm
     import torch

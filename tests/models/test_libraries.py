@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from tests.small import Custom, jitter
 from vitflow import Explainer, record_attention
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
-from vitflow.models.info import from_processor, processor_settings, read_input_spec
+from vitflow.models.data_configs import from_processor, processor_settings
+from vitflow.models.info import read_input_spec
 from vitflow.models.names import model_id
 
 transformers = pytest.importorskip("transformers")
@@ -335,6 +336,9 @@ def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
     assert (spec.mean[0], spec.size, spec.crop_mode) == (0.48145466, (32, 32), "floor")
     assert model_id(model) == "somebody/a-clip"
     model.name_or_path = str(tmp_path)  # a folder without one
+    with pytest.warns(VitflowWarning, match=r"using the default of CLIPImageProcessor"):
+        assert read_input_spec(model).mean[0] == 0.48145466
+    model.name_or_path = ""
     with pytest.raises(ModelError, match="image processor"):
         read_input_spec(model)
 
@@ -395,5 +399,5 @@ def test_what_reports_nothing_of_the_images_is_refused_with_what_is_wanted():
         with pytest.raises(OptionError, match="data_config as a mapping"):
             read_input_spec(nn.Linear(2, 2), reported)
     transforms = torchvision.models.ViT_B_16_Weights.DEFAULT.transforms
-    with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\), got functools\.partial"):
+    with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\) or Compose, got functools\.partial"):
         read_input_spec(nn.Linear(2, 2), transforms)

@@ -106,7 +106,7 @@ class Explainer(RecordedModel):
         class_names: class names, if the model has none: a file (one per line, or JSON), a list, {index: name} or
             {name: index}.
         data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or its image
-            processor of transformers, or `weights.transforms()` of torchvision.
+            processor of transformers, or `weights.transforms()` or a Compose of torchvision.
         layout: prefix tokens and patch grid, for a model whose layout is unknown.
         activation: activation of the outputs: "softmax" or "sigmoid" (multi-label), by default that of the model's
             configuration, else softmax; "cosine", or "value" for none. A single logit gets a sigmoid instead of a

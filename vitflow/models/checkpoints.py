@@ -1,6 +1,7 @@
 """Read checkpoint files without running code from them."""
 
 import argparse
+import json
 import pickle
 import re
 import warnings
@@ -14,10 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitflow.errors import ModelError
-from vitflow.files import is_file
+from vitflow.files import is_file, is_folder
 
 # Keys of the weights in checkpoints of training scripts, averaged ones first.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "ema", "teacher", "state_dict", "model", "model_state_dict", "net")
+#: Weights in the folder of a model, in order of preference.
+WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_INDEX = ".index.json"
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+# Beginnings of the names of files with the state of a training run.
+_OF_TRAINING = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args", ".")
+_ADAPTER = "{} has the weights of an adapter (peft): merge it into its model by merge_and_unload(), and save that."
 # Depth of nested dicts in which weights are looked for.
 _DEPTH = 4
 
@@ -27,12 +35,61 @@ Weights = Mapping[str, Tensor]
 def read_checkpoint(path: str | Path) -> dict[str, dict[str, Tensor]]:
     """Read the tensors of each dict in a `.safetensors` file, or in a torch file with `weights_only=True`.
 
+    A folder is that of a training run (see `weights_in`), and an `.index.json` lists the files that share the weights.
     The dicts are by their keys joined by "."; "" is the file's own dict.
     """
-    path = Path(path)
+    path = weights_in(Path(path)) if is_folder(path) else Path(path)
     if not is_file(path):
         raise ModelError(f"Expected a checkpoint, .safetensors or a torch file, got no file at {path}. Check the path.")
+    if path.name.endswith(_INDEX):
+        return {"": _read_shards(path)}
+    if re.search(r"-\d+-of-\d+$", path.stem):
+        raise ModelError(f"{path} has a part of the weights only: pass the {_INDEX[1:]} next to it, or the folder.")
     return {"": _read_safetensors(path)} if path.suffix == ".safetensors" else _read_torch(path)
+
+
+def weights_in(folder: Path) -> Path:
+    """Return the weights in the folder of a training run; ModelError if there are none or several."""
+    try:
+        names = sorted(each.name for each in folder.iterdir())
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}.") from error
+    if known := [name for name in WHOLE if name in names]:
+        return folder / known[0]
+    if any(name.endswith(".distcp") for name in names):
+        dcp = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        raise ModelError(f"{folder} has the parts of distributed training: join them by {dcp} {folder} weights.pth.")
+    if "zero_to_fp32.py" in names:
+        raise ModelError(f"{folder} is a checkpoint of DeepSpeed: run python zero_to_fp32.py . weights in it.")
+    if "adapter_config.json" in names:
+        raise ModelError(_ADAPTER.format(folder))
+    files = [name for name in names if name.endswith((*_SUFFIXES, _INDEX)) and not name.startswith(_OF_TRAINING)]
+    if len(files) == 1:
+        return folder / files[0]
+    listed = [*files, *(f"{name}/" for name in names if is_folder(folder / name))]
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    raise ModelError(
+        f"Expected one file of weights in the folder {folder}, got {len(files)}: pass the path of one instead "
+        f"({', '.join(listed[:5]) or 'there are none'}{more})."
+    )
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Read the weights that are listed in an index, from files next to it."""
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(file) for file in listed.values()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"Expected an index of files by the names of weights, 'weight_map', in {index}.") from error
+    weights = dict[str, Tensor]()
+    for file in files:
+        path = index.parent / Path(file).name
+        if path.name != file or not is_file(path):
+            raise ModelError(
+                f"{index} lists weights in {file!r}, which is not next to it: copy all files of the folder."
+            )
+        weights |= _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path).get("", {})
+    return weights
 
 
 def weights_for(names: Collection[str], path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -41,6 +98,8 @@ def weights_for(names: Collection[str], path: Path) -> tuple[dict[str, Tensor], 
     Notes on entries next to them that are left out are returned, too.
     """
     dicts = read_checkpoint(path)
+    if any(".lora_A." in name for weights in dicts.values() for name in weights):
+        raise ModelError(_ADAPTER.format(path))
     known, matching = set(names), dict[tuple[str, str], int]()
     for key, weights in dicts.items():
         for name in weights:

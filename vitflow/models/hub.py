@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
-from vitflow.errors import ModelError, load_extra, printable
+from vitflow.errors import ModelError, VitflowWarning, load_extra, printable
 from vitflow.files import is_file, is_folder
+from vitflow.models.checkpoints import weights_for
 from vitflow.models.names import remember_name
+from vitflow.models.parts import CLASSIFIERS
 
 # File extensions of weights and configurations.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
@@ -166,9 +169,15 @@ def is_of_transformers(name: str) -> bool:
     return bool(an_id) and folder.suffix not in _WEIGHTS and not is_file(folder)
 
 
-def load_transformers(name: str) -> nn.Module:
-    """Load a vision model of transformers by id or folder, in eval mode, without running remote code."""
-    model, missing = from_pretrained(bundled(name.removeprefix("local-dir:")), check=_check_images)
+def load_transformers(name: str, checkpoint: str | Path | None = None) -> nn.Module:
+    """Load a vision model of transformers by id or folder, in eval mode, without running remote code.
+
+    With a checkpoint, its configuration is that of the name, and its weights those of the file.
+    """
+    folder = bundled(name.removeprefix("local-dir:"))
+    if checkpoint is not None:
+        return _with_checkpoint(folder, Path(checkpoint))
+    model, missing = from_pretrained(folder, check=_check_images)
     if missing:
         raise ModelError(
             f"The weights of {printable(name)} do not fit {type(model).__name__}, the class in its config.json: "
@@ -185,6 +194,16 @@ def from_pretrained(
 
     `check` is called with the configuration before the weights are read.
     """
+    with _configured(name, trust_remote_code, check) as (kind, config, options):
+        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+    return model.eval(), sorted(key for key in info["missing_keys"] if not key.endswith("position_ids"))
+
+
+@contextmanager
+def _configured(
+    name: str | Path, trust_remote_code: bool, check: Callable[[Any], None] | None
+) -> Iterator[tuple[Any, Any, dict[str, bool]]]:
+    """Read the configuration of a model of transformers; yield its class, itself, and options of `from_pretrained`."""
     transformers = load_extra("transformers", printable(name), "transformers", ModelError)
     with hub_for(name), quietly(transformers.utils.logging), loading(name, trust_remote_code) as options:
         config = transformers.AutoConfig.from_pretrained(name, **options)
@@ -194,9 +213,36 @@ def from_pretrained(
         custom = getattr(config, "auto_map", {}).items()
         loader = next((auto for auto, path in custom if str(path).endswith(f".{architectures[0]}")), "AutoModel")
         kinds = (getattr(transformers, architecture, None) for architecture in [*architectures, loader])
-        kind = next((kind for kind in kinds if kind is not None), transformers.AutoModel)
-        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
-    return model.eval(), sorted(key for key in info["missing_keys"] if not key.endswith("position_ids"))
+        yield next((kind for kind in kinds if kind is not None), transformers.AutoModel), config, options
+
+
+def _with_checkpoint(name: str | Path, path: Path) -> nn.Module:
+    """Build a model of transformers by its configuration, with the file's class count, and load the file's weights."""
+    with _configured(name, False, _check_images) as (kind, config, _):
+        build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+        with without_values():
+            draft = build(config).state_dict()
+        weights, notes = weights_for(draft.keys(), path)
+        weights = {key: weight for key, weight in weights.items() if not key.endswith("position_ids")}
+        heads = [f"{head}.weight" for head in CLASSIFIERS if f"{head}.weight" in weights.keys() & draft.keys()]
+        if heads and len(weights[heads[0]]) != len(draft[heads[0]]):
+            config.num_labels = len(weights[heads[0]])
+            notes.append(
+                f"{path.name}: built {kind.__name__} with num_labels={config.num_labels}, as its tensors require."
+            )
+        model: nn.Module = build(config).float()
+    state = model.state_dict()
+    other = [key for key, weight in state.items() if key not in weights or weights[key].shape != weight.shape]
+    other += [key for key in weights if key not in state]
+    if other:
+        raise ModelError(
+            f"The weights in {path} do not fit {type(model).__name__}, the class in the configuration of "
+            f"{printable(name)}: {len(other)} tensors differ, are missing or unknown ({', '.join(other[:3])})."
+        )
+    model.load_state_dict(weights)
+    for note in notes:
+        warnings.warn(note, VitflowWarning, stacklevel=4)
+    return model.eval()
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch.nn.functional import normalize
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models.anatomy import embedding_of, height_width
 from vitflow.models.blocks import without
+from vitflow.models.data_configs import library_data_config
 from vitflow.models.identity import state_sha256
-from vitflow.models.info import library_data_config
 from vitflow.models.names import model_id, model_note
 from vitflow.models.outputs import Binding, Outputs, cosines
 from vitflow.models.parts import library_id

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import height_width
-from vitflow.models.info import saved_config
+from vitflow.models.data_configs import saved_config
 from vitflow.models.parts import modules_of
 
 # Model types of transformers and the number of tokens before the tubelets.
