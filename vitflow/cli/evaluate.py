@@ -75,7 +75,7 @@ class _MethodOrAll(MethodWithOptions):
 @shared.batch_size_option
 @shared.option("Measurement details", "--seed", 0, "Seed of all random choices.", default=0)
 @shared.resume_option
-@shared.option("", "--json as_json", bool, "Print everything as one JSON object instead of tables.")
+@shared.option("", "--json as_json", bool, "Print all numbers as one JSON object.")
 @shared.method_options
 def evaluate(data: str, **given: Any) -> None:
     """Measure the quality of each method's maps on DATA, with two baselines.
@@ -105,9 +105,13 @@ def evaluate(data: str, **given: Any) -> None:
     if given["as_json"]:
         say_record(evaluation.to_dict())
     else:
-        click.echo(printable(evaluation.to_markdown(), lines=True), nl=False)
+        click.echo(printable(str(evaluation), lines=True))
+        for note in evaluation.skipped:
+            say(f"note: {note}")
     if given["output"] is not None:
         say(f"report: {printable(given['output'] / 'report.html')}")
+    elif not given["as_json"]:
+        say("-o FOLDER writes a page with all metrics, what they do not show, charts and maps.")
     if failed := len(evaluation.failures):
         say(f"{failed} image{'s' if failed > 1 else ''} failed{' (see the report)' if given['output'] else ''}")
         sys.exit(1)

@@ -203,7 +203,7 @@ _METRICS = (
     ),
     _grid(
         "grid_auc",
-        "ROC-AUC of cell",
+        "grid ROC-AUC",
         "Probability that a patch of the target cell is higher than one of the other three cells.",
         "The background of the target cell counts as correct, so a map of the object alone does not reach 1.",
     ),

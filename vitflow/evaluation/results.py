@@ -67,7 +67,10 @@ class Evaluation(Tables):
         return f"Evaluation({self.model} on {self.data}: {measured}{failed})"
 
     def __str__(self) -> str:
-        return self.to_markdown()
+        """Format for the terminal: the verdict, and the main numbers of each method."""
+        tables = [self.overview()] if self.metrics else self.correlation_tables()
+        sentences = "\n".join(answer.sentence for answer in verdict(self))
+        return "\n\n".join(filter(None, [sentences, *map(str, tables)]))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Return the notebook display: a table per group of metrics, and a bar chart of the first group."""

@@ -30,6 +30,8 @@ from vitflow.registry.method_table import BASELINES, METHODS
 
 # Metrics whose blurred controls are displayed, if they are measured: blur improves one and worsens the other.
 _CONTROLLED = ("roc_auc", "deletion_auc")
+# Metrics to read first, if more than these are measured.
+_MAIN = ("roc_auc", "pointing_game", "deletion_auc", "insertion_auc", "grid_auc")
 # Columns of an image in the tidy table.
 _IMAGE = tuple(kinds_in("results"))
 
@@ -37,14 +39,25 @@ _IMAGE = tuple(kinds_in("results"))
 class Table(NamedTuple):
     """Text in named columns, for display.
 
-    >>> print(Table(("method", "mean"), [("rollout", "0.5")]).to_markdown())
+    >>> table = Table(("method", "mean"), [("rollout", "0.5")])
+    >>> print(table.to_markdown())
     | method | mean |
     | --- | ---: |
     | rollout | 0.5 |
+    >>> print(table)
+    method   mean
+    rollout   0.5
     """
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        """Format in aligned columns for the terminal, all but the first to the right."""
+        cells = [self.columns, *self.rows]
+        first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+        lines = [[f"{row[0]:{first}}", *map(str.rjust, row[1:], widths)] for row in cells]
+        return "\n".join("  ".join(line) for line in lines)
 
     def to_markdown(self) -> str:
         """Return a Markdown table, with all columns but the first aligned to the right."""
@@ -293,15 +306,25 @@ class Tables:
         measured = (m for m in metrics if any(self.blurred(m.name, method) for method in self.main_methods))
         return next(measured, None)
 
-    def overview(self, group: str) -> Table:
-        """Return means ± standard errors of a group: a row per method, a column per metric and one of controls."""
+    @property
+    def main_metrics(self) -> list[Metric]:
+        """The metrics to read first, at most five: all if they are no more, else those of `_MAIN`, else the first."""
+        few = len(self.metrics) <= len(_MAIN)
+        return [m for m in self.metrics if few or m.name in _MAIN] or list(self.metrics[: len(_MAIN)])
+
+    def overview(self, group: str | None = None) -> Table:
+        """Return means ± standard errors: a row per method, a column per metric of a group and one of its controls.
+
+        Without a group, the columns are the main metrics.
+        """
         columns: dict[str, list[str]] = {"method": self.shown_methods}
-        for metric in (metric for metric in self.metrics if metric.group == group):
+        metrics = [metric for metric in self.metrics if metric.group == group]
+        for metric in metrics if group else self.main_metrics:
             rows = [row for row in self.table(metric.name) if row.method in self.shown_methods]
             columns[f"{metric.title} {metric.arrow}"] = [
                 str(row.estimate) if row.measured else "not measured" for row in rows
             ]
-        if (control := self.control(group)) is not None:
+        if group and (control := self.control(group)) is not None:
             controls = [self.blurred(control.name, method) for method in self.shown_methods]
             columns[f"{control.title}, blurred"] = [decimal(row.estimate.mean) if row else "" for row in controls]
         return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
