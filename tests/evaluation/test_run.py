@@ -339,6 +339,17 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(demo, tmp_path
     assert measured == []
 
 
+def test_sameness_is_of_all_images_of_a_run_that_was_resumed(demo, tmp_path, no_drawing):
+    options = {"model": demo, "methods": ["gae"], "metrics": ["sameness"], "blurred_control": True}
+    few = evaluate("demo:7", output=tmp_path / "out", **options)
+    assert np.isnan(few.values["sameness"]).all() and "Skipped sameness. " in few.skipped[-1]
+    actual = evaluate("demo:9", output=tmp_path / "out", **options)
+    again = evaluate("demo:9", **options)
+    np.testing.assert_array_equal(actual.values["sameness"], again.values["sameness"])
+    means = {row.method: row.estimate.mean for row in actual.table("sameness")}
+    assert means["centre"] == pytest.approx(1.0) and abs(means["random"]) < 0.2 and means["gae"] < 0.9
+
+
 def test_more_images_are_added_to_a_run(demo, tmp_path, monkeypatch, no_drawing):
     options = {"model": demo, "methods": ["gae"], "sanity_images": 1}
     options |= {"metrics": ["roc_auc", "flip_stability"]}

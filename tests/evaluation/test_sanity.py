@@ -15,7 +15,7 @@ import vitflow
 from tests import literal_vit
 from tests.small import Custom
 from vitflow import Explainer
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
 from vitflow.evaluation.measures.sanity import (
     _wide_input,
@@ -23,6 +23,7 @@ from vitflow.evaluation.measures.sanity import (
     class_sensitivity,
     flip_stability,
     randomised_copies,
+    sameness,
     shift_stability,
     stage_names,
 )
@@ -389,3 +390,15 @@ def test_checks_on_images_or_classes_without_a_gradient_are_undefined(explainer)
     gradient, centre = flip_stability(one_sided, maps)
     assert gradient is None and centre == pytest.approx(1.0)
     assert class_sensitivity(one_sided, maps) == [None, 0.0]
+
+
+def test_sameness_is_the_correlation_with_the_mean_of_the_others():
+    maps = np.random.default_rng(3).normal(size=(8, 4, 5)) * np.arange(1, 9)[:, None, None]
+    for index, actual in enumerate(sameness(maps)):
+        others = [each / np.abs(each).sum() for number, each in enumerate(maps) if number != index]
+        expected = spearmanr(maps[index].ravel(), np.mean(others, axis=0).ravel()).statistic
+        assert actual == pytest.approx(expected, abs=1e-12)
+    assert sameness([*maps, np.zeros((4, 5))])[-1] is None
+    for wrong in (maps[:7], [*maps, np.ones((5, 4))], []):
+        with pytest.raises(ShapeError, match="Sameness requires"):
+            sameness(wrong)

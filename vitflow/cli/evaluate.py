@@ -40,8 +40,8 @@ class _MethodOrAll(MethodWithOptions):
     "Measurement",
     "--metric metrics",
     "NAME|GROUP|all",
-    "Metric or group (localisation, faithfulness, sanity, grid, intervals, correlation); repeatable.  "
-    "[default: the first four groups]",
+    "Metric or group (localisation, faithfulness, sanity, grid, sameness, intervals, correlation); repeatable.  "
+    "[default: the first five groups]",
     multiple=True,
 )
 @shared.option(

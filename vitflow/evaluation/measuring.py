@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from vitflow.errors import NoGradientError
+from vitflow.errors import NoGradientError, ShapeError
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
@@ -51,6 +51,8 @@ class Protocol:
 
 # Values by label of a map, then by name.
 Values = dict[str, dict[str, Any]]
+# The row of an image, and its maps by label for sameness.
+MeasuredImage = tuple[dict[str, Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,12 +106,28 @@ def measure(case: Case) -> dict[str, Any]:
         "grid": None if case.grid is None else case.grid.names,
         "values": values,
     }
-    for group in case.groups:
+    for group in filter(_MEASURES.__contains__, case.groups):
         start = time.perf_counter()
         row |= _MEASURES[group](case, values) or {}
         row["group_seconds"][group] = time.perf_counter() - start
     plain: dict[str, Any] = _rounded(row)
     return plain
+
+
+def add_sameness(images: Sequence[MeasuredImage]) -> list[str]:
+    """Add the sameness of each method to the values of the rows; return a note on the methods that have none."""
+    measured, skipped = [(row["values"], maps) for row, maps in images if maps], dict[str, list[str]]()
+    labels = list(measured[0][1]) if measured else []
+    for label in labels:
+        try:
+            for (values, _), value in zip(
+                measured, sanity.sameness([maps[label] for _, maps in measured]), strict=True
+            ):
+                values[label]["sameness"] = value
+        except ShapeError as error:
+            skipped.setdefault(str(error), []).append(label)
+    named = {reason: "" if without == labels else f" of {', '.join(without)}" for reason, without in skipped.items()}
+    return [f"Skipped sameness{methods}. {reason}" for reason, methods in named.items()]
 
 
 def _localisation(case: Case, values: Values) -> None:
@@ -189,7 +207,7 @@ def _correlation(case: Case, _: Values) -> dict[str, Any]:
     return {"correlation": rank_correlation(case.explainer, case.image.image, target=case.truth.target).tolist()}
 
 
-# The function of each group: adds values, and may return further entries of the row.
+# The function of each group that needs one image only: adds values, and may return further entries of the row.
 _MEASURES: dict[str, Callable[[Case, Values], dict[str, Any] | None]] = {
     "localisation": _localisation,
     "faithfulness": _faithfulness,

@@ -16,8 +16,7 @@ class Metric:
     """One number per image and method.
 
     Attributes:
-        group: "localisation", "faithfulness", "sanity", "grid" or "intervals"; metrics of a group are computed
-            together.
+        group: name of its group in `GROUPS`; metrics of a group are computed together.
         name: name in arguments and table columns.
         title: name for display.
         description: one sentence.
@@ -94,6 +93,12 @@ GROUPS = {
         needs=("classes",),
         default=True,
     ),
+    "sameness": Group(
+        "Sameness",
+        "Does the map depend on the image, or are the maps of all images the same?",
+        default=True,
+        undefined="a map is constant",
+    ),
     "intervals": Group(
         "Intervals of sampling",
         "Do the intervals contain what many more masks give without a prior?",
@@ -110,8 +115,8 @@ GROUPS = {
     ),
 }
 
-_localisation, _faithfulness, _sanity, _grid, _intervals = (
-    partial(Metric, group) for group in ("localisation", "faithfulness", "sanity", "grid", "intervals")
+_localisation, _faithfulness, _sanity, _grid, _sameness, _intervals = (
+    partial(Metric, group) for group in ("localisation", "faithfulness", "sanity", "grid", "sameness", "intervals")
 )
 
 # Name, title, description and limitations.
@@ -227,6 +232,14 @@ _METRICS = (
         "Share of targets with the largest mean among the labelled objects.",
         "With two objects, chance is 0.5.",
         share=True,
+    ),
+    _sameness(
+        "sameness",
+        "sameness",
+        "Similarity to the mean map of the same method on the other images: Spearman.",
+        "The centre prior has 1 by construction; maps may rightly be similar if the objects are in similar places.",
+        better="lower",
+        limits=(-1.0, 1.0),
     ),
     _intervals(
         "coverage",

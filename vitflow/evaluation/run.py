@@ -24,13 +24,13 @@ from vitflow.errors import (
     whole_number,
 )
 from vitflow.evaluation.datasets import open_dataset
-from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
-from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
+from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_sameness, measure, with_maps
+from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals, is_blurred
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
 from vitflow.evaluation.targets import ImageGrid, choose_target, draw_examples, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.columns import failed_row
+from vitflow.folder.columns import failed_row, pack_half, unpack_half
 from vitflow.folder.saved import run_fingerprint
 from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import Batches, RunProgress, Tally, explainer_for
@@ -92,8 +92,8 @@ def evaluate(
         methods: names, or (name, options) pairs; "all" for every method that the model supports; by default all of
             these except similarity and methods that run the model again: frozen gradient, occlusion, sampling,
             consensus and LeGrad (with "all" without sanity checks). The baselines `random` and `centre` are added.
-        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "intervals", "correlation"), or
-            "all"; by default the first four groups, without metrics that have no value on these images.
+        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "sameness", "intervals",
+            "correlation"), or "all"; by default the first five, without metrics that have no value on these images.
         output: folder for the rows, tables, figures and the HTML report.
         images: folder of the images of an annotation file, if they are not next to it.
         limit: maximum number of images, taken from the start.
@@ -148,12 +148,13 @@ def evaluate(
     grids = make_grids(dataset.samples, explainer, protocol.seed) if "grid" in groups else {}
     run = _Run(dataset, explainer, protocol, _groups_of(dataset, protocol), grids, batch_size, progress)
     rows = list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite)
-    measured = [row for row in rows if row["status"] == "measured"]
+    measured = [row for row, _ in rows if row["status"] == "measured"]
     if not measured:
         raise VitflowError(
-            f"None of the {len(dataset)} images could be measured. First error: {rows[0]['input']!r}: "
-            f"{rows[0]['error']}: {rows[0]['message']}"
+            f"None of the {len(dataset)} images could be measured. First error: {rows[0][0]['input']!r}: "
+            f"{rows[0][0]['error']}: {rows[0][0]['message']}"
         )
+    notes += add_sameness(rows) if "sameness" in protocol.groups else []
     groups = [group for row in measured for group in row["groups"]]
     by_method = [values for row in measured for values in row["values"].values()]
     defined = {name for values in by_method for name, value in values.items() if value is not None}
@@ -162,7 +163,7 @@ def evaluate(
         model=explainer.model_id,
         methods=tuple(measured[0]["values"]),
         metrics=tuple(m for m in shown if m.group in groups and (metrics is not None or m.name in defined)),
-        records=tuple(rows),
+        records=tuple(row for row, _ in rows),
         settings=settings | {"versions": versions()},
         kind=dataset.kind,
         skipped=tuple(notes),
@@ -268,7 +269,7 @@ class _Run:
     batch_size: int | None
     progress: Callable[[RunProgress], None] | None
 
-    def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[dict[str, Any]]:
+    def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[MeasuredImage]:
         """Measure the images without a row in the folder, and return all rows in the order of the data."""
         samples = {sample.name: sample for sample in self.dataset.samples}
 
@@ -279,13 +280,13 @@ class _Run:
             return same and row["stamp"] == sample.stamp() and row.get("grid") == (grid and grid.names)
 
         with Run(folder, settings, overwrite=overwrite) as run:
-            for row in self.rows([samples[name] for name in run.missing(list(samples), is_done)]):
-                run.put([(row, {})])
+            for measured in self.rows([samples[name] for name in run.missing(list(samples), is_done)]):
+                run.put([measured])
             run.finish()
-            return list(run.rows())
+            return list(run.with_maps())
 
-    def rows(self, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-        """Measure these images of the data set, and yield a row for each."""
+    def rows(self, samples: Sequence[Sample]) -> Iterator[MeasuredImage]:
+        """Measure these images of the data set, and yield a row for each, with the maps for sameness."""
         tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(samples))
         most = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         batches, start = Batches(self.explainer, most), 0
@@ -294,15 +295,15 @@ class _Run:
             batch = samples[start : start + (1 if tally.seconds is None else most)]
             begin = time.perf_counter()
             with watched(partial(_report_share, tally, tally.done, len(batch)), self._rounds(batch)):
-                for row in self._measure(batches, batch):
+                for row, maps in self._measure(batches, batch):
                     tally.row(row)
-                    yield row
+                    yield row, maps
             if tally.seconds is None and row["status"] == "measured":
                 tally.seconds = (time.perf_counter() - begin) * self._work(samples) / self._work(batch)
                 tally.share(0.0)
             start += len(batch)
 
-    def _measure(self, batches: Batches, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    def _measure(self, batches: Batches, samples: Sequence[Sample]) -> Iterator[MeasuredImage]:
         """Yield the row of each image of a batch, with its error if it fails; raise the error of all images."""
         cases: list[Case] = []
         stamps = {sample.name: {"stamp": sample.stamp()} for sample in samples}
@@ -312,19 +313,25 @@ class _Run:
                 image = sample.read()
                 truth = choose_target(image, self.explainer.num_classes, self.explainer.class_names)
             except (VitflowError, OSError) as error:
-                yield failed_row({"input": name}, error) | stamps[name]
+                yield failed_row({"input": name}, error) | stamps[name], {}
                 continue
             cases.append(
                 Case(self.explainer, self.protocol, name, image, truth, self.groups[name], self.grids.get(name))
             )
         for case, result in zip(cases, batches.each(cases, with_maps, self.protocol.methods), strict=True):
+            maps: dict[str, Any] = {}
             try:
                 row = result if isinstance(result, Exception) else measure(result)
+                if isinstance(result, Case) and "sameness" in case.groups:
+                    # As they are stored, so that the numbers of a run with and without a folder are the same.
+                    grids = {label: each.grid for label, each in result.maps.items() if not is_blurred(label)}
+                    maps = {label: unpack_half(*pack_half(grid)) for label, grid in grids.items()}
             except Exception as error:
                 if stops_all(error, self.explainer.fit):
                     raise
                 row = error
-            yield (failed_row({"input": case.name}, row) if isinstance(row, Exception) else row) | stamps[case.name]
+            row = failed_row({"input": case.name}, row) if isinstance(row, Exception) else row
+            yield row | stamps[case.name], maps
 
     def _work(self, samples: Sequence[Sample]) -> int:
         """Return the expected work on images, in runs of every method."""

@@ -180,12 +180,12 @@ class Tables:
         return [name for name in self.methods if not is_blurred(name)]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
-        """Return True if the metric was measured for the method; blurred controls have no sanity checks or grids."""
+        """Return True if the metric was measured for the method; controls are measured on one image and class only."""
         if metric.group == "intervals":
             return has_intervals(self.settings.get("options", {}).get(method, {}))
         if metric.group == "sanity" and method in self.settings.get("unchecked", ()):
             return False
-        return not (is_blurred(method) and metric.group in ("sanity", "grid"))
+        return not (is_blurred(method) and metric.group in ("sanity", "grid", "sameness"))
 
     @property
     def departures(self) -> dict[str, str | None]:

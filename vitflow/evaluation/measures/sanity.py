@@ -2,7 +2,7 @@
 
 Each takes the explainer that made some maps and the maps, which explain one target of one image by any methods, and
 returns Spearman's ρ for each map, in order; None if a map is constant, as those without a gradient are. Maps of several
-images or targets are an OptionError.
+images or targets are an OptionError. Only sameness compares the maps of several images.
 """
 
 import copy
@@ -16,15 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import NoGradientError, OptionError, VitflowWarning, check_known, checked_seed
+from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, check_known, checked_seed
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.similarity import spearman
+from vitflow.methods.similarity import Values, spearman
 from vitflow.models.blocks import first_stack
 
+#: Minimum number of images of sameness.
+MIN_IMAGES = 8
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
 
@@ -252,6 +254,30 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[fl
     correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
     changes = (None if rho is None else 1.0 - rho for rho in correlations)
     return [next(changes) if m.class_specific else 0.0 for m in maps]
+
+
+def sameness(grids: Sequence[Values]) -> list[float | None]:
+    """Correlate the map of each image with the mean of the maps of the other images by the same method.
+
+    1 means that the method ranks the places alike in every image: its map is not about the image. A map that depends on
+    the position only has exactly 1. Each map is divided by the sum of its absolute values, so that no image dominates.
+
+    Raises:
+        ShapeError: fewer than eight maps, or maps of several shapes.
+
+    >>> maps = np.random.default_rng(0).random((9, 14, 14))
+    >>> all(abs(value) < 0.3 for value in sameness(maps)), round(sameness([maps[0]] * 9)[0], 6)
+    (True, 1.0)
+    """
+    shapes = {np.shape(grid) for grid in grids}
+    if len(grids) < MIN_IMAGES or len(shapes) > 1:
+        given = f"{len(grids)} images" if len(shapes) < 2 else f"maps of {len(shapes)} shapes"
+        raise ShapeError(f"Sameness requires maps of one shape on at least {MIN_IMAGES} images, got {given}.")
+    stacked = np.array(grids, dtype=np.float64)
+    sums = np.abs(stacked).sum(axis=(1, 2), keepdims=True)
+    stacked /= np.where(sums > 0.0, sums, 1.0)
+    total = stacked.sum(axis=0)
+    return [spearman(grid, total - grid) for grid in stacked]
 
 
 def _wide_input(explainer: Explainer, placed: PlacedImage, margin: tuple[int, int]) -> Tensor:
