@@ -297,8 +297,10 @@ def test_does_it_matter_shows_the_deletion_curve_of_the_map(page, data, place, e
         others = [*(("random", {"random_seed": seed}) for seed in range(3)), "centre"]
         for entry, saliency in zip(image["deletion"], maps, strict=True):
             baselines = explainer.explain_batch([place / source], methods=others, targets=[saliency.target])
-            own, *random, centre = (curve.deletion for curve in faithfulness_curves(explainer, [saliency, *baselines]))
-            for name, curve in {"map": own, "random": np.mean(random, axis=0), "centre": centre}.items():
+            first, *random, centre = (
+                curve.deletion for curve in faithfulness_curves(explainer, [saliency, *baselines])
+            )
+            for name, curve in {"map": first, "random": np.mean(random, axis=0), "centre": centre}.items():
                 assert entry["scores"][name] == pytest.approx(curve, rel=1e-3, abs=1e-5), name
             steps = np.array([int(digit, 16) for digit in entry["steps"]])
             assert (np.sort(steps) == steps[patch_order(saliency.grid)]).all()

@@ -271,13 +271,13 @@ class _Explorer:
         explored.refused.pop("deletion", None)
         scores = self.explainer.outputs.scores(logits).double().unflatten(0, (len(maps), _POINTS)).numpy()
         others = {"random": scores[-len(_ORDERS) : -1].mean(axis=0), "centre": scores[-1]}
-        for saliency, order, own in zip(maps, orders, scores[: len(targets)], strict=False):
-            curves = {name: values[:, saliency.target] for name, values in {"map": own, **others}.items()}
+        for saliency, order, falling in zip(maps, orders, scores[: len(targets)], strict=False):
+            curves = {name: values[:, saliency.target] for name, values in {"map": falling, **others}.items()}
             explored.deletion.append(_map(saliency) | {"replace": replace_by} | _steps(order, curves))
 
 
 def _steps(order: NDArray[np.intp], curves: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """Return curves for JSON, with the step that removes each patch as a digit: the values of the map are not needed."""
+    """Return curves for JSON, with the step that removes each patch as a digit in place of the values of the map."""
     steps = np.empty(order.size, np.intp)
     steps[order] = np.searchsorted(removed_counts(order.size, _POINTS), np.arange(order.size), side="right")
     rounded = {name: [float(f"{value:.4g}") for value in values] for name, values in curves.items()}
