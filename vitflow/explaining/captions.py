@@ -232,6 +232,8 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"GAE and the scores of masked images do not agree (t = {t_value:.1f}).".replace("-", "−")
     if facts.get("random"):
         yield "The model uses random numbers, as Monte-Carlo dropout does: another run gives another score and map."
+    if path := facts.get("cam_layer"):
+        yield f"Grad-CAM at {path}: the output does not depend on the patches of a later layer."
     if (share := facts.get("cam_share")) is not None:
         yield f"{share:.0%} of the score's gradient pass this layer: the output is also computed from others."
     if blank := facts.get("blank"):

@@ -16,7 +16,7 @@ from vitflow.methods.frozen_gradient import frozen_gradient as frozen_map
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, has_class_token
-from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output
+from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output, lower_features
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
 from vitflow.recording.changed_tokens import output_from_tokens
@@ -74,19 +74,39 @@ def frozen_gradient(trace: TargetedTrace) -> Maps:
 
 
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
-    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer."""
-    path, shares = cam_layer(trace, trace.class_indices, layer)
-    facts = [{} if share >= _whole(trace) else {"cam_share": round(share, 3)} for share in shares.tolist()]
-    return Maps(_map_of(trace, path), facts)
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer.
+
+    If the output is not computed from the patches of the last layer, as with a class token in post-norm blocks, the
+    layer is the last one below with a gradient.
+    """
+    targets, norm = trace.class_indices, block_norm(trace.model, layer)
+    if layer == -1 and not _has_gradient(trace, norm, targets):
+        recorded, path, shares = _recorded_layer(trace, layer)
+    else:
+        recorded, path, shares = trace, norm, share_of(trace, targets, norm)
+    facts: list[dict[str, Any]] = [
+        {} if share >= _whole(trace) else {"cam_share": round(share, 3)} for share in shares.tolist()
+    ]
+    if path != norm:
+        facts = [{**fact, "cam_layer": path} for fact in facts]
+    return Maps(_map_of(recorded, path, targets), facts)
 
 
-def cam_layer(trace: Trace, targets: Tensor, layer: int) -> tuple[str, Tensor]:
-    """Return the module whose output Grad-CAM reads, and the share of each image's gradient that passes its block.
+def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
+    """Return True if the targets have a gradient at the patches of a module."""
+    if (located := trace.feature_layouts.get(path)) is None:
+        return False
+    gradient = _as_tokens(trace.backward(targets).features[path], located[1])
+    return bool(gradient[:, located[0].patches].any())
+
+
+def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
+    """Return the share of each image's gradient that passes the block of the module that Grad-CAM reads.
 
     A head may also read lower blocks of the same stack: then the share is below that of the whole. Outputs of several
     branches are refused.
     """
-    model, path = type(trace.model).__name__, block_norm(trace.model, layer)
+    model = type(trace.model).__name__
     if path not in trace.features:
         raise UnsupportedModelError(f"{model} does not run {path}: use another layer, input_gradient or occlusion.")
     if (count := len(trace.features[path])) != (images := len(targets)):
@@ -99,24 +119,36 @@ def cam_layer(trace: Trace, targets: Tensor, layer: int) -> tuple[str, Tensor]:
             f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "
             f"{block_of(path)}, and Grad-CAM would omit the rest. {OTHER_METHODS}"
         )
-    return path, shares
+    return shares
 
 
 def measured_layer(trace: TargetedTrace, layer: int) -> str:
-    """Return the module of `cam_layer` for a trace without gradients, from another forward pass."""
-    size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
-    recording = record_attention(
-        trace.model,
-        gradients=True,
-        attention=False,
-        features=[block_norm(trace.model, layer)],
-        outputs=trace.outputs.read,
-    )
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(trace.model), recording as recorded:
-        trace.model(trace.pixels.detach().clone(), **forward_options(trace.model, size))
-    path, _ = cam_layer(recorded, trace.class_indices, layer)
+    """Return the module that `gradcam` reads for a trace without gradients, from another forward pass."""
+    recorded, path, _ = _recorded_layer(trace, layer)
     recorded.check_order(path)
     return path
+
+
+def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, Tensor]:
+    """Return another recorded pass, the module that Grad-CAM reads, and the result of `share_of`.
+
+    For layer −1, the module is the last one with a gradient at its patches.
+    """
+    model, targets, size = trace.model, trace.class_indices, (trace.pixels.shape[-2], trace.pixels.shape[-1])
+    norm = block_norm(model, layer)
+    paths = [norm, *lower_features(model, norm)] if layer == -1 else [norm]
+    recording = record_attention(
+        model,
+        gradients=True,
+        attention=False,
+        features=paths,
+        layout=trace.model_info.layout,
+        outputs=trace.outputs.read,
+    )
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model), recording as recorded:
+        model(trace.pixels.detach().clone(), **forward_options(model, size))
+    path = next((path for path in paths if _has_gradient(recorded, path, targets)), norm)
+    return recorded, path, share_of(recorded, targets, path)
 
 
 def _whole(trace: Trace) -> float:
@@ -124,11 +156,12 @@ def _whole(trace: Trace) -> float:
     return _WHOLE_IN_HALF if half else _WHOLE
 
 
-def _map_of(trace: TargetedTrace, path: str) -> Tensor:
+def _map_of(trace: Trace, path: str, targets: Tensor) -> Tensor:
     """Return the Grad-CAM map of the output of one module, [batch, rows, cols]."""
     layout, channels_last = _located(trace, path)
     stop = layout.patches.stop
-    pair = [_as_tokens(each[path], channels_last)[:, :stop] for each in (trace.features, trace.backward().features)]
+    both = trace.features, trace.backward(targets).features
+    pair = [_as_tokens(each[path], channels_last)[:, :stop] for each in both]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
     grid: Tensor = replace(layout, num_suffix_tokens=0).to_grid(tokens)
     return grid

@@ -65,7 +65,7 @@ class Saliency:
         refinement: why the map is not refined, or nearly constant.
         patch_grid, patch_extent: (rows, columns) that the option `patch` counts on, if it is not that of the map.
         saturated, flow_layers: share of saturated flows, and the first and last layer of the flow.
-        cam_share: share of the gradient that passes the layer of Grad-CAM.
+        cam_share, cam_layer: share of the gradient that passes the layer of Grad-CAM, and its module.
         reliability, masks_used, hidden: of sampling: split-half correlation, number of masks with masks="auto", how
             patches were hidden.
         made_of, agreement: of a consensus: its methods, and the t-value of GAE as the prior mean of the regression: how

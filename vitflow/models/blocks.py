@@ -111,6 +111,13 @@ def block_norm(model: nn.Module, layer: int) -> str:
     return paths[check_layer("layer", layer, len(paths))]
 
 
+def lower_features(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the blocks below a module of `block_norms`, each before its first norm, last block first."""
+    norms = block_norms(model)
+    below = [[block_of(norm), norm] for norm in reversed(norms[: norms.index(path)])]
+    return list(dict.fromkeys(chain.from_iterable(below)))
+
+
 def block_of(path: str) -> str:
     """Return the path of the element of a list of modules that contains a module, or of the module itself.
 

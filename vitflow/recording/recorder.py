@@ -20,7 +20,7 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.blocks import block_of, entries_of
-from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, known_blocks
@@ -235,17 +235,27 @@ class record_attention:
                 self._finish(logits)
         return replacement
 
-    def _keep(self, path: str, args: Any, output: Any) -> None:
+    def _keep(self, path: str, args: Any, output: Any) -> Any:
         if self._gradients and not torch.is_grad_enabled():
             refuse_checkpointing(self._model)
         if path in self.trace.features:  # features of several runs have no common place on the image
             self.trace.feature_layouts[path] = None
-        self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
+        features = output if isinstance(output, Tensor) else output[0]
+        batch, replacement = self._listening.batch, None
+        if features.ndim == 3 and len(features) != batch == features.shape[1]:  # [tokens, batch, channels]
+            features = features.transpose(0, 1)
+            first = features.transpose(0, 1)  # computed from the features, so that they have gradients
+            replacement = first if isinstance(output, Tensor) else with_tokens(output, first)
+        self.trace.features[path] = features
         self.trace.calls_below[path] = len(self._watch.calls)
+        return replacement
 
     def _keep_stream(self, path: str, args: Any, output: Any) -> None:
         # TNT's blocks return tokens within patches, too, which are folded into the batch.
-        tokens = next((each for each in tensors_in(output) if len(each) == self._listening.batch), None)
+        batch, every = self._listening.batch, [each for each in tensors_in(output) if each.ndim]
+        tokens = next((each for each in every if len(each) == batch), None)
+        if tokens is None:  # [tokens, batch, channels]
+            tokens = next((each for each in every if each.ndim == 3 and each.shape[1] == batch), None)
         if path in self.trace.passed or tokens is None or not tokens.requires_grad:
             tokens = None  # of several runs
         self.trace.passed[path] = tokens
