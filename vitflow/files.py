@@ -28,6 +28,8 @@ _UNREAD = (
 )
 #: Suffixes of image files that are not read.
 UNREAD_SUFFIXES = (frozenset(_UNREAD.split()) | HEIC_SUFFIXES) - READ_SUFFIXES
+# Key under which hidden image files are counted.
+_HIDDEN = "hidden"
 
 # Methods of Path would raise for a name that the system rejects, such as one of 300 letters; these return False.
 is_folder, is_file, is_link, is_there = os.path.isdir, os.path.isfile, os.path.islink, os.path.exists
@@ -100,7 +102,7 @@ def remove_leftovers(folder: Path) -> None:
 def find_images(path: str | os.PathLike[str]) -> list[Path]:
     """Return the images in a folder by their suffix, in natural order; of a file, its path, whatever its suffix.
 
-    Hidden files are skipped. A VitflowWarning counts image files that cannot be read.
+    Hidden files are skipped. A VitflowWarning counts them, and image files that cannot be read.
     """
     root = Path(path)
     if is_file(root):
@@ -123,21 +125,26 @@ def is_image_name(name: str) -> bool:
 
 
 def unread_suffix(name: str) -> str:
-    """Return the suffix of an image file that is not read; empty for other files and hidden ones."""
+    """Return the suffix of an image file that is not read, or "hidden"; empty for images that are, and other files."""
     suffix = Path(name).suffix.lower()
-    return "" if name.startswith(".") or suffix not in UNREAD_SUFFIXES else suffix
+    if name.startswith("."):
+        return _HIDDEN if suffix in READ_SUFFIXES | UNREAD_SUFFIXES else ""
+    return suffix if suffix in UNREAD_SUFFIXES else ""
 
 
 def unread_in_words(unread: Mapping[str, int]) -> str:
-    """Return the sentence on image files that are left out, given their number by suffix; empty if there are none.
+    """Return a line on image files that are left out, given their number by suffix; empty if there are none.
 
     >>> unread_in_words({".tga": 1, ".cr2": 2})
     'Image files that cannot be read are left out (2 .cr2, 1 .tga): convert them to PNG or JPEG.'
+    >>> unread_in_words({"hidden": 3})
+    'Hidden image files are left out (3).'
     """
-    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unread.items()))
+    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unread.items()) if suffix != _HIDDEN)
     remedy = "for HEIC, pip install 'vitflow[heic]'; or " if HEIC_SUFFIXES & unread.keys() else ""
     sentence = f"Image files that cannot be read are left out ({counts}): {remedy}convert them to PNG or JPEG."
-    return sentence if unread else ""
+    hidden = f"Hidden image files are left out ({unread[_HIDDEN]})." if unread.get(_HIDDEN) else ""
+    return " ".join(filter(None, (sentence if counts else "", hidden)))
 
 
 def natural_order(name: str) -> list[str | int]:

@@ -1,10 +1,12 @@
 """From images to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
 
 import inspect
+import io
 import json
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -410,3 +412,13 @@ def test_signatures_fit_a_screen():
     for function in (Explainer.explain, vitflow.explain):
         signature = str(inspect.signature(function))
         assert len(signature) < 10 * 110 and "head_fusion" not in signature
+
+
+def test_an_open_file_is_one_image():
+    file, explainer = io.BytesIO(), Explainer("demo")
+    sample = vitflow.demo.sample_images()[0]
+    file.write(Path(sample).read_bytes())
+    expected = explainer.explain(sample, method="rollout").grid
+    for maps in ([vitflow.explain(file, explainer, method="rollout")], explainer.explain_batch(file, method="rollout")):
+        assert len(maps) == 1
+        np.testing.assert_array_equal(maps[0].grid, expected)

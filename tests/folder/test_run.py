@@ -240,7 +240,9 @@ def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
     (source / "new.jpg").write_bytes(image_bytes(98))
     (out / "7-rollout.jpg").unlink()
     (source / "9.jpg").unlink()
-    again = run(source, out)
+    with pytest.warns(VitflowWarning, match=r"no longer exist are removed \(9\.jpg\)"):
+        again = run(source, out)
+    assert not (out / "9-rollout.jpg").exists()
     assert (again.total, again.explained, again.kept) == (10, 10, 7)
     changed = {path.name for path in out.glob("*.jpg") if before.get(path) != path.stat().st_mtime_ns}
     assert changed == {"3-rollout.jpg", "7-rollout.jpg", "new-rollout.jpg"}
@@ -248,6 +250,8 @@ def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in fresh]
     for row in fresh:
         assert (out / row["outputs"]["rollout"]).read_bytes() == (fresh.output / row["outputs"]["rollout"]).read_bytes()
+    run(source, out, limit=2)  # the other inputs exist, and their overlays stay
+    assert len(list(out.glob("*-rollout.jpg"))) == 10
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -263,12 +267,30 @@ def test_files_that_are_not_read_and_values_that_look_wrong_are_mentioned_once(t
         summary = run(source, tmp_path / "out", workers=workers)
     left_out, dark = (str(note.message) for note in notes)
     assert (summary.explained, summary.failed) == (4, 0)
-    assert "(1 .dicom, 1 .nef, 2 .tga)" in left_out
+    assert "(1 .dicom, 1 .nef, 2 .tga)" in left_out and left_out.endswith("Hidden image files are left out (1).")
     assert dark.startswith("3 images, such as x0.png: its values fill 1/16")
     record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert record["run"]["left_out"] == {".dicom": 1, ".nef": 1, ".tga": 2}
+    assert record["run"]["left_out"] == {".dicom": 1, ".nef": 1, ".tga": 2, "hidden": 1}
     with pytest.raises(ImageError, match=r"got none.*1 \.dng"):
         run(source / "below", tmp_path / "other")
+
+
+def test_overlays_of_inputs_that_are_gone_are_removed_unless_they_were_changed(tmp_path):
+    source, out = fill(tmp_path / "in", 6), tmp_path / "out"
+    first = run(source, out)
+    (source / "below").mkdir()
+    (source / "0.jpg").rename(source / "below" / "0.jpg")
+    (source / "1.jpg").rename(source / "1.png")
+    for name in ("2.jpg", "3.jpg"):
+        (source / name).unlink()
+    (out / "3-rollout.jpg").write_bytes(b"edited by hand")
+    with pytest.warns(VitflowWarning, match=r"removed \(0\.jpg, 1\.jpg, 2\.jpg\)"):
+        again = run(source, out, recursive=True)
+    assert (again.total, again.kept) == (4, 2)
+    overlays = {path.relative_to(out).as_posix() for path in out.rglob("*.jpg")}
+    assert overlays == {row["outputs"]["rollout"] for row in again} | {"3-rollout.jpg"}
+    (source / "2.jpg").write_bytes(image_bytes(2))
+    assert run(source, out, recursive=True).kept == 4 and first.total == 6
 
 
 def test_other_options_need_another_folder_or_overwrite(tmp_path):
@@ -412,7 +434,8 @@ def test_inputs_are_detected_below_links_once_and_hidden_ones_not(tmp_path):
     (source / "link").symlink_to(tmp_path / "away", target_is_directory=True)
     (source / "file.png").symlink_to(tmp_path / "away/3.png")
     shown = ["7.tif", "9/8.gif", "10/1.png", "album.png", "album.png/1.jpg", "file.png", "link/3.png", "sub/y.png"]
-    assert listed(source) == shown
+    with pytest.warns(VitflowWarning, match=r"Hidden image files are left out \(2\)"):
+        assert listed(source) == shown
 
 
 def test_a_folder_below_that_may_not_be_read_is_an_input_with_an_error(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import struct
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -397,6 +398,21 @@ def test_arrays_that_are_no_images(array, word):
         read_image(array)
 
 
+def test_an_open_file_is_the_image_in_it(tmp_path):
+    expected, file = SMOOTH, io.BytesIO()
+    Image.fromarray(SMOOTH).save(file, "PNG")  # its position is now the end
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        archive.writestr("1.png", file.getvalue())
+    (tmp_path / "1.png").write_bytes(file.getvalue())
+    with zipfile.ZipFile(tmp_path / "images.zip").open("1.png") as member, (tmp_path / "1.png").open("rb") as opened:
+        for source in (file, file, member, opened, file.getbuffer(), bytearray(file.getvalue())):
+            np.testing.assert_array_equal(read_image(source), expected)
+    with pytest.raises(ImageError, match="closed"):
+        read_image(opened)
+    with pytest.raises(ImageError, match="empty file"):
+        read_image(io.BytesIO())
+
+
 def test_what_is_no_image(tmp_path):
     (tmp_path / "empty.jpg").touch()
     os.mkfifo(tmp_path / "pipe.jpg")
@@ -404,7 +420,7 @@ def test_what_is_no_image(tmp_path):
         (b"", "empty file"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "another type"),
         (None, "NoneType"),
-        (io.BytesIO(b"x"), r"file\.read\(\)"),
+        (io.StringIO("x"), "Open it in mode 'rb'"),
         (torch.zeros(3, 4, 4), "Tensor"),
         ("no/such/image.jpg", "no such file"),
         ("nul\0byte", "no such file"),
@@ -572,7 +588,8 @@ def test_images_come_in_natural_order(tmp_path):
     touch(tmp_path, ".hidden.png", "._1.jpg", "album.png/1.jpg")
     (tmp_path / "broken.png").symlink_to("missing.png")
     names = ["7.tif", "IMG1.jpg", "img2.PNG", "img2b.webp", "img10.png", "äöü.avif"]
-    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == names
+    with pytest.warns(VitflowWarning, match=r"Hidden image files are left out \(2\)"):
+        assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == names
     touch(tmp_path / ".asked for", "1.png")
     assert find_images(tmp_path / ".asked for") == [tmp_path / ".asked for/1.png"]
 

@@ -66,7 +66,7 @@ def explain(
     """Explain one image with one method. Use an `Explainer` for several images.
 
     Args:
-        image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
+        image: a path, bytes, an open file, a PIL image, an RGB array, or the model's input: a normalised float tensor
             [3, height, width] or [1, 3, height, width], on which the map is drawn.
         model: a model id (see `load_model`), a module, or an `Explainer`.
         method: a name from `list_methods()`, a registered `Method`, or a (name, options) pair; by default gae with a

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, VitflowWarning
 from vitflow.images.geometry import Placement, place
 from vitflow.images.preprocessing import InputSpec, Preprocessing
-from vitflow.images.reading import ImageSource, read_image
+from vitflow.images.reading import ImageSource, is_open_file, read_image
 
 # Tolerance around the range 0 to 1 of image values, because resizing overshoots.
 _OVERSHOOT = 0.5
@@ -197,7 +197,7 @@ def _remedy(pixels: Tensor, channels: int, fits: bool) -> str:
 
 
 def several(images: Any) -> Any:
-    """Return images as a sequence; a path, bytes, an array [height, width(, channels)] or a 3D tensor is one image.
+    """Return images as a sequence; a path, bytes, a file, an array [height, width(, channels)] or a 3D tensor is one.
 
     >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 13)))), len(several(np.zeros((5, 9, 9, 3))))
     (['cats/tabby.jpg'], 1, 5)
@@ -206,7 +206,8 @@ def several(images: Any) -> Any:
         return [images] if images.ndim in (2, 3) else images
     if isinstance(images, Tensor):
         return [images] if images.ndim == 3 else list(images)
-    if isinstance(images, str | bytes | PlacedImage | Mapping) or not isinstance(images, Iterable):
+    one = isinstance(images, str | bytes | bytearray | memoryview | PlacedImage | Mapping) or is_open_file(images)
+    if one or not isinstance(images, Iterable):
         return [images]
     return images if isinstance(images, Sequence) else list(images)
 

@@ -180,16 +180,21 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
     except Exception as error:  # stores raise errors of many types
         raise ImageError(f"Could not list {printable(url)!r}: {printable(str(error))}.") from error
     listed = {info.path[len(root.rstrip("/")) + 1 :]: (info.size, info.mtime_ns) for info in files}
-    selected = [
-        key
-        for key in listed
-        if not any(part.startswith(".") for part in key.split("/"))
-        and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
-    ]
+    visible = [key for key in listed if not any(part.startswith(".") for part in key.split("/")[:-1])]
+    selected, unread = [], Counter[str]()
+    for key in visible:
+        name = key.rpartition("/")[2]
+        matches = _is_selected(name, key, glob, folder=False)
+        if matches and not name.startswith("."):
+            selected.append(key)
+        elif (matches or glob is None) and (suffix := unread_suffix(name)):
+            unread[suffix] += 1
+    if note := unread_in_words(unread):
+        warnings.warn(note, VitflowWarning, stacklevel=4)
     notes = () if recursive else ("--recursive (recursive=True) includes subfolders.",)
     keys = _in_order(selected, sources, glob, notes)[:limit]
     urls = {key: f"{url}/{quote(key)}{options}" for key in keys}
-    return Listing(url + options, output, urls, listed=listed)
+    return Listing(url + options, output, urls, listed=listed, unread=dict(sorted(unread.items())))
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -212,7 +217,7 @@ def _expand(source: str) -> list[str]:
 
 
 def _files(source: str, recursive: bool, glob: str | None, output: str, unread: Counter[str]) -> Iterator[str]:
-    """Yield each input of a source; without a glob, `unread` counts image files of unsupported formats by suffix."""
+    """Yield each input of a source; `unread` counts hidden images and, without a glob, other formats by suffix."""
     if not is_folder(source):
         yield source
         return
@@ -227,9 +232,10 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
         for name in (*names, *subfolders):
             path = os.path.join(folder, name)  # noqa: PTH118
             inside = os.path.relpath(path, source)
-            if not name.startswith(".") and _is_selected(name, inside, glob, name in subfolders):
+            selected = _is_selected(name, inside, glob, name in subfolders)
+            if selected and not name.startswith("."):
                 yield path
-            elif glob is None and name not in subfolders and (suffix := unread_suffix(name)):
+            elif (selected or glob is None) and name not in subfolders and (suffix := unread_suffix(name)):
                 unread[suffix] += 1
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
@@ -279,6 +285,24 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
             f"{str(output)!r} already has a file {foreign!r}, which is not from a recorded run: choose another one, or "
             "--overwrite (overwrite=True)."
         )
+
+
+def remove_orphans(rows: Iterable[Row], listing: Listing) -> str:
+    """Remove unchanged outputs of inputs that no longer exist; return a note, empty if there are none.
+
+    Their rows stay in the store: an input that returns is explained again.
+    """
+    removed = []
+    for row in rows:
+        gone = row["input"] not in listing.files and not os.path.lexists(os.path.join(listing.root, row["input"]))  # noqa: PTH118
+        # Rows are untrusted: see `clear_outputs`.
+        written = [path for path in row.get("written", {}) if path.startswith(f"{row.get('stem')}-")] if gone else []
+        written = [path for path in written if _size_and_time(listing.output / path)[0] == row["written"][path]]
+        remove_inside(listing.output, written)
+        removed += [row["input"]] * bool(written)
+    more = f" and {len(removed) - 3} more" if len(removed) > 3 else ""
+    names = ", ".join(map(printable, removed[:3]))
+    return f"Outputs of inputs that no longer exist are removed ({names}{more})." if removed else ""
 
 
 def is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:

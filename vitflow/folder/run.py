@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,14 +13,14 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from vitflow.errors import whole_number
+from vitflow.errors import VitflowWarning, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target, is_several
 from vitflow.folder.columns import by_rank, check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, check_drawing, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import clear_outputs, is_done, list_inputs
+from vitflow.folder.plan import clear_outputs, is_done, list_inputs, remove_orphans
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
@@ -176,6 +177,9 @@ def explain_folder(
         fingerprint = run_fingerprint("folder", {"root": listing.root}, known, job.methods, how)
         clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
         with Run(listing.output, fingerprint, overwrite=overwrite, clear=clear) as run:
+            others = engine == "local" and run.names() - listing.files.keys()
+            if others and (note := remove_orphans(run.all_rows(), listing)):
+                warnings.warn(note, VitflowWarning, stacklevel=2)
             inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
             by_key = {item.key: item for item in inputs}
             missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS, conversion
 from vitflow.images.conversion import FIRST_THREE, eight_bits, noted_range
 
-ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
+ImageSource = str | os.PathLike[str] | bytes | BinaryIO | Image.Image | np.ndarray
 
 #: Maximum number of pixels, against decompression bombs; the limit of Pillow.
 MAX_PIXELS = 178_956_970
@@ -61,9 +61,9 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
     are opaque or equally transparent; three or four grey pages of a TIFF file are its bands.
 
     Args:
-        source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
-            [height, width, 3] (RGB) or [height, width, 4] (RGBA or a fourth band) of type uint8, uint16, or floats from
-            0 to 1.
+        source: a path, the bytes of a file, an open binary file (read from its start), a PIL image, or an array with
+            values [height, width] (grey), [height, width, 3] (RGB) or [height, width, 4] (RGBA or a fourth band) of
+            type uint8, uint16, or floats from 0 to 1.
         max_pixels: refuse files with more pixels than this.
 
     Raises:
@@ -91,18 +91,42 @@ def read_with_notes(
     """
     if isinstance(source, np.ndarray):
         return conversion.from_array(source)
+    source = _content(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
-        hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""  # type: ignore[unreachable]
+        hint = ""
         if hasattr(source, "permute"):
             hint = " Pass a tensor [3, height, width] as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
         raise ImageError(
-            f"Expected an image as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
+            f"Expected an image as a path, bytes, a binary file, a PIL image or a NumPy array, got "
+            f"{type(source).__name__}.{hint}"
         )
     with _decoding(source, max_pixels, content=content):
         if isinstance(source, Image.Image):
             return _from_pillow(source, max_pixels)
         with _open(source if content is None else content) as opened:
             return _from_pillow(opened, max_pixels)
+
+
+def is_open_file(source: object) -> bool:
+    """Return True for an object that is read like a file, such as BytesIO."""
+    return hasattr(source, "read") and not isinstance(source, os.PathLike)
+
+
+def _content(source: Any) -> Any:
+    """Return the bytes of an open file or a buffer; anything else unchanged."""
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if not is_open_file(source):
+        return source
+    try:
+        if getattr(source, "seekable", bool)():  # as Pillow does: it may just have been written
+            source.seek(0)
+        content = source.read()
+    except (OSError, ValueError) as error:  # such as a closed file
+        raise ImageError(f"Could not read the given {image_name(source)}: {error}. Open it in mode 'rb'.") from error
+    if not isinstance(content, bytes):
+        raise ImageError(f"Expected an image as a binary file, got {type(source).__name__}. Open it in mode 'rb'.")
+    return content
 
 
 def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
@@ -163,6 +187,8 @@ def image_name(source: object) -> str:
     """
     if isinstance(source, Image.Image):
         source = getattr(source, "filename", "") or "image"
+    if is_open_file(source) and isinstance(name := getattr(source, "name", None), str):
+        source = name
     if isinstance(source, str | os.PathLike):
         name = os.fsencode(source)
         # Names that are not valid UTF-8 cannot be printed as they are.
