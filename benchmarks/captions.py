@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import vitflow
-from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
+from tools.scenes import COLOURS, SHAPES, Scene, draw_scene
 from vitflow.demo import DEMO_CAPTION
 from vitflow.evaluation.measures.localisation import localise
 from vitflow.evaluation.statistics import Estimate, estimate_means

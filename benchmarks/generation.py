@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.overhead import memory
-from examples.scenes import draw_scene
+from tools.scenes import draw_scene
 from vitflow.demo import DEMO_CAPTION
 from vitflow.text import explain_generation
 from vitflow.text.languages import load_processor

@@ -21,7 +21,7 @@ from itertools import count, islice
 import numpy as np
 
 import vitflow
-from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
+from tools.scenes import COLOURS, SHAPES, Scene, draw_scene
 from vitflow import Explainer, load_model
 from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.statistics import estimate_means

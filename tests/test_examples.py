@@ -12,10 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script():
     """One of the scripts as a module, by its name."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 def test_the_readmes_images_are_drawn_by_one_command(script, tmp_path, capsys):

@@ -20,7 +20,7 @@ CHECKPOINT = ROOT.parent / "shared" / "data" / "vit_tiny_patch16_224.augreg_in21
 OTHERS = {
     "evaluation.png": "drawn from a run of an hour; docs/evaluation.md has its numbers",
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
-    "gallery/boxes.jpg": "of a detector that examples/train_detector.py trains for five minutes",
+    "gallery/boxes.jpg": "of a detector that tools/train_detector.py trains for five minutes",
     "gallery/clip.png": "drawn by benchmarks/clips.py --figure",
     "gallery/video.png": "of a video model that benchmarks/clips.py trains for 25 minutes",
     "words-graph.png": "of all-MiniLM-L6-v2, which is not bundled: --view graph of the example in README.md",
@@ -33,10 +33,9 @@ WIDTH, MEAN, FAR = 160, 2.5, 24
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script():
     """One of the scripts as a module, by its name."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 def kept() -> dict[str, list[dict]]:

@@ -48,7 +48,7 @@ def name(request) -> str:
 def executed(name, tmp_path_factory) -> nbformat.NotebookNode:
     """The notebook after a run in a process of its own, whose warnings are its own affair."""
     output = tmp_path_factory.mktemp("notebook") / "executed.ipynb"
-    command = [sys.executable, ROOT / "examples" / "run_notebook.py", ROOT / name, "-o", output]
+    command = [sys.executable, "-m", "tools.run_notebook", ROOT / name, "-o", output]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_each_cell_shows_what_it_is_about(name, executed):
 
 
 def test_the_notebook_is_kept_as_a_run_leaves_it(name, executed, kept):
-    """After a change: python examples/run_notebook.py FILE"""
+    """After a change: python -m tools.run_notebook FILE"""
     assert [cell.source for cell in kept.cells] == [cell.source for cell in executed.cells]
     for words in SHOWN[name]:
         before, now = shown(kept, words), shown(executed, words)

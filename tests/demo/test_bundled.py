@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from scenes import Scene, draw_scenes
 
+from tools.scenes import Scene, draw_scenes
 from vitflow import Explainer, VitflowWarning, prompts
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--images", "40", "--minutes", "0.03", "--workers", "1", "--fresh-images", "12"]
 
 
@@ -27,10 +26,9 @@ def scenes() -> list[Scene]:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def script() -> Callable[[str], ModuleType]:
     """One of the training scripts as a module, by its name."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module
+    return lambda name: import_module(f"tools.{name}")
 
 
 def header(folder: Path) -> dict[str, str]:

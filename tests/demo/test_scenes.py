@@ -4,8 +4,8 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from scenes import COLOURS, Phrase, Sentence, Thing, caption, draw_scenes
 
+from tools.scenes import COLOURS, Phrase, Sentence, Thing, caption, draw_scenes
 from vitflow.demo import draw_ground
 from vitflow.errors import OptionError
 

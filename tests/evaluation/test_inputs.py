@@ -80,9 +80,8 @@ def test_images_and_scores_that_do_not_fit_are_refused(score, images, error):
     assert issubclass(error, VitflowError)
 
 
-def test_a_policy_with_two_cameras(monkeypatch, capsys):
-    monkeypatch.syspath_prepend("examples")
-    example = importlib.import_module("two_cameras")
+def test_a_policy_with_two_cameras(capsys):
+    example = importlib.import_module("examples.two_cameras")
     result, saliency = example.main()
     assert set(result.drops) == {"front", "wrist", "all images"}
     assert result.drops["wrist"].is_clear

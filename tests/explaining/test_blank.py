@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from scenes import draw_scene
 
 import vitflow
+from tools.scenes import draw_scene
 from vitflow.demo import sample_images
 
 

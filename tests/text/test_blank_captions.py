@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scenes import draw_scene
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.models.vision_language import family
+from tools.scenes import draw_scene
 from vitflow.demo import DEMO_CAPTION
 from vitflow.text import explain_generation
 

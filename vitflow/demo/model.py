@@ -22,7 +22,7 @@ def demo_metadata(weights: Path | None = None) -> dict[str, str]:
     missing = [key for key in _EXPECTED_KEYS if key not in metadata]
     if missing:
         raise ModelError(
-            f"Expected a file written by examples/train_demo_model.py, got {path} without {', '.join(missing)} "
+            f"Expected a file written by tools/train_demo_model.py, got {path} without {', '.join(missing)} "
             f"in its header. Load other checkpoints with vitflow.load_model(..., checkpoint=...)."
         )
     return metadata
@@ -35,7 +35,7 @@ def load_demo_model(*, dynamic_img_size: bool = False, weights: Path | None = No
 
     Args:
         dynamic_img_size: let the model take images of any size, with its position embedding resampled.
-        weights: another file that examples/train_demo_model.py wrote; by default the bundled one.
+        weights: another file that tools/train_demo_model.py wrote; by default the bundled one.
 
     Raises:
         ModelError: the file is missing, or is not one of the training script's.
@@ -59,7 +59,7 @@ def _existing(weights: Path | None) -> Path:
     if not path.is_file():
         raise ModelError(
             f"Expected the demo model's weights at {path}, got no such file. "
-            f"Reinstall vitflow, or train it again with examples/train_demo_model.py."
+            f"Reinstall vitflow, or train it again with tools/train_demo_model.py."
         )
     return path
 

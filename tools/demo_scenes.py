@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scenes import COLOURS, SHAPES, SIDES, Phrase, Sentence, Thing, draw_scene
 from torch import Tensor
+
+from tools.scenes import COLOURS, SHAPES, SIDES, Phrase, Sentence, Thing, draw_scene
 
 SIZE, PATCH = 64, 8
 GRID = SIZE // PATCH

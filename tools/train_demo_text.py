@@ -1,6 +1,6 @@
 """Train the small pair of images and sentences that vitflow bundles, from nothing but images that vitflow draws.
 
-    python examples/train_demo_text.py --kept drawn
+    python -m tools.train_demo_text --kept drawn
 
 The image tower is that of the bundled captioner (train_demo_caption.py), and is left as it is. What it gives of each
 image is kept; the head that pools it, and the sentences, learn which sentences are true of an image, with a sigmoid
@@ -17,8 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_scenes import GRID, Scenes, falsified, phrase_of, things_of, turned
-from demo_training import (
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Linear, Module
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
+from transformers import (
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+    SiglipProcessor,
+)
+
+from tools.demo_scenes import GRID, Scenes, falsified, phrase_of, things_of, turned
+from tools.demo_training import (
     TOWER,
     WORDS,
     adam,
@@ -33,19 +45,7 @@ from demo_training import (
     wave,
     word_tokenizer,
 )
-from numpy.typing import NDArray
-from scenes import COLOURS, SHAPES, Phrase, Sentence, Thing, caption
-from torch import Tensor
-from torch.nn import Linear, Module
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
-from transformers import (
-    LlavaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    SiglipConfig,
-    SiglipModel,
-    SiglipProcessor,
-)
-
+from tools.scenes import COLOURS, SHAPES, Phrase, Sentence, Thing, caption
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 
 LENGTH = 16  # tokens of a sentence

@@ -1,4 +1,4 @@
-"""Draw explorer, report and app as a browser shows them: python examples/draw_screenshots.py [--checkpoint WEIGHTS]
+"""Draw explorer, report and app as a browser shows them: python -m tools.draw_screenshots [--checkpoint WEIGHTS]
 
 It takes Chromium, playwright, scikit-image and Gradio. Without --checkpoint the model's weights come from the hub.
 """
@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from draw_readme_images import load_photographs, parse, write_jpeg
-from drawn import keep
 from playwright.sync_api import Page, sync_playwright
 
 import vitflow
+from tools.draw_readme_images import load_photographs, parse, write_jpeg
+from tools.drawn import keep
 from vitflow.app import serve
 
 

@@ -2,7 +2,7 @@
 
 The bundled weights come from this command, on one busy CPU core:
 
-    python examples/train_demo_caption.py --kept drawn
+    python -m tools.train_demo_caption --kept drawn
 
 The image tower first learns what each patch shows (the pair of images and sentences takes that tower). Then a
 small decoder, in whose sequence the patches stand before the words, learns to write the one caption of each image.
@@ -14,8 +14,23 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from demo_scenes import GRID, PATCH, Scenes
-from demo_training import (
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    SiglipVisionConfig,
+)
+
+from tools.demo_scenes import GRID, PATCH, Scenes
+from tools.demo_training import (
     PATCHES_SHARE,
     TOWER,
     TOWER_SHARE,
@@ -34,22 +49,7 @@ from demo_training import (
     train_and_measure,
     word_tokenizer,
 )
-from numpy.typing import NDArray
-from scenes import caption
-from torch import Tensor
-from torch.nn import Module
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    SiglipVisionConfig,
-)
-
+from tools.scenes import caption
 from vitflow.demo import DEMO_CAPTION
 
 DECODER = {

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_scenes import GRID, PATCH, SIZE, Batch, Scenes, kind_of
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from scenes import COLOURS, SHAPES, SIDES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
+from tools.demo_scenes import GRID, PATCH, SIZE, Batch, Scenes, kind_of
+from tools.scenes import COLOURS, SHAPES, SIDES
 from vitflow.demo import FIRST_TRAINING_SEED
 
 FRESH_IMAGES = 2000  # of the seeds 0, 1, …, all below FIRST_TRAINING_SEED
@@ -327,7 +327,7 @@ def train_and_measure(
     if options.only_measure:
         print(*(f"{name}: {value:.4f}" for name, value in measure(options).items()), sep="\n")
         return
-    words = [f"python examples/{script}.py", f"--images {options.images}", f"--seed {options.seed}"]
+    words = [f"python -m tools.{script}", f"--images {options.images}", f"--seed {options.seed}"]
     spent = {name: getattr(options, name.replace("-", "_"), None) for name in ("workers", "tower-minutes", "minutes")}
     words += [f"--{name} {value:g}" for name, value in spent.items() if value is not None]
     reported["trained_by"] = " ".join([*words, f"--learning-rate {options.learning_rate:g}"])

@@ -1,4 +1,4 @@
-"""Draw the images of docs/gallery.md and of some how-to pages: python examples/draw_gallery.py [--only NAME]
+"""Draw the images of docs/gallery.md and of some how-to pages: python -m tools.draw_gallery [--only NAME]
 
 The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
 model's weights come from the hub.
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torchvision
 import transformers
-from draw_readme_images import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
-from drawn import Choice, keep
 from PIL import Image
-from scenes import draw_scene
 from timm.data import resolve_model_data_config
 from torch import nn
 
 import vitflow
+from tools.draw_readme_images import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
+from tools.drawn import Choice, keep
+from tools.scenes import draw_scene
 from vitflow.analysis.strips import draw_words
 from vitflow.demo import draw_images, load_demo_model, sample_images
 from vitflow.images.figures import figure_bytes

@@ -3,7 +3,7 @@
 Each architecture is built without weights and runs once on torch's meta device, where tensors have shapes but no
 values: nothing is downloaded. A model that needs values runs with random ones if it is small. Takes some minutes.
 
-    python examples/list_models.py
+    python -m tools.list_models
 """
 
 import argparse
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "# Models of timm",
                 "",
                 f"The {len(names)} architectures of timm {timm.__version__} with pretrained weights, written by "
-                "`python examples/list_models.py`. Rollout stands",
+                "`python -m tools.list_models`. Rollout stands",
                 f"for raw attention, gradient rollout and GAE, too, and applies to {applied}; "
                 "*by stages*: through windows and stages to the finest patch grid. Grad-CAM,",
                 "input gradient, occlusion and sampling support every model.",

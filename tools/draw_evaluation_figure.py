@@ -1,7 +1,7 @@
 """Draw the chart of docs/evaluation.md and print two of its tables: the methods, and what blurring their maps changes.
 
-    python examples/draw_evaluation_figure.py --output FOLDER
-    python examples/draw_evaluation_figure.py --output FOLDER --data BOXES --model ID --checkpoint FILE --table-only
+    python -m tools.draw_evaluation_figure --output FOLDER
+    python -m tools.draw_evaluation_figure --output FOLDER --data BOXES --model ID --checkpoint FILE --table-only
 
 FOLDER keeps what was measured: after `vitflow evaluate … --method all --blurred-control -o FOLDER`, nothing is measured
 again.

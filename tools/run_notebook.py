@@ -1,4 +1,4 @@
-"""Execute a notebook of the documentation in place, with the bundled model: python examples/run_notebook.py [FILE]
+"""Execute a notebook of the documentation in place, with the bundled model: python -m tools.run_notebook [FILE]
 
 The notebook is kept with its outputs, so that it can be read where it cannot be run: its images in 256 colours, for
 the file's size. What changes from run to run (when it ran, on which versions) is not kept.

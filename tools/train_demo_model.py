@@ -2,7 +2,7 @@
 
 The bundled weights come from this command, which takes about half an hour on one busy CPU core:
 
-    python examples/train_demo_model.py --images 50000 --seed 0
+    python -m tools.train_demo_model --images 50000 --seed 0
 
 The model sees every image once. It learns with half of the patches dropped, which is twice as fast and makes every
 part of an object count, and ends with whole images. Before each of the last blocks the class token forgets, now and
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def command(options: argparse.Namespace) -> str:
     """The command that trains the same model again: what matters, and what differs from the defaults."""
-    words = ["python examples/train_demo_model.py", f"--images {options.images}", f"--seed {options.seed}"]
+    words = ["python -m tools.train_demo_model", f"--images {options.images}", f"--seed {options.seed}"]
     default = parse([])
     for name in ("minutes", "batch_size", "learning_rate", "weight_decay"):
         value = getattr(options, name)

@@ -1,6 +1,6 @@
 """Draw the images of the README: photographs with a trained model, drawn shapes with the bundled one.
 
-    python examples/draw_readme_images.py [--checkpoint WEIGHTS] [--model ID]
+    python -m tools.draw_readme_images [--checkpoint WEIGHTS] [--model ID]
 
 The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
 model's weights come from the hub.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drawn import keep
 from matplotlib.figure import Figure
 from PIL import Image
 
 import vitflow
+from tools.drawn import keep
 from vitflow.demo import sample_images
 from vitflow.images.figures import figure_bytes
 

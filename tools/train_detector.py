@@ -1,7 +1,7 @@
 """Train a small detector: queries with cross-attention over the patch tokens of the demo model, which stays fixed.
 
-    python examples/train_detector.py [--images 4000] [--minutes 5] [--output detector.pt]
-    python examples/train_detector.py --only-measure --output detector.pt
+    python -m tools.train_detector [--images 4000] [--minutes 5] [--output detector.pt]
+    python -m tools.train_detector --only-measure --output detector.pt
 
 It is a test object for `vitflow.boxes`, and is not shipped. The table shows, for boxes of drawn images that the
 detector has not seen, how often the map of the named box has its largest mean inside its own object (`wins`, among the

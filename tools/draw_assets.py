@@ -1,6 +1,6 @@
 """Draw the sample images and masks that vitflow bundles; the same pixels every time.
 
-python examples/draw_assets.py [--output FOLDER]
+python -m tools.draw_assets [--output FOLDER]
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Saturation and localisation of attention flow by the number of layers.
 
-    python examples/flow_saturation.py                     # the demo model on 100 drawn images with exact masks
-    python examples/flow_saturation.py --model ID --checkpoint FILE --boxes FOLDER
+    python -m benchmarks.flow_saturation                     # the demo model on 100 drawn images with exact masks
+    python -m benchmarks.flow_saturation --model ID --checkpoint FILE --boxes FOLDER
 
 FOLDER holds photographs and boxes.json: a list of {"file": name, "boxes_xyxy": [[left, top, right, bottom], …]}.
 Prints a Markdown table, and draws it to --figure. The ROC-AUC is taken over 56 × 56 points of what the model saw,
