@@ -46,7 +46,6 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.option_types
-	$(BIN)/python -m tools.language
 	$(BIN)/python -m tools.functions
 
 # The source distribution and the wheel, checked, and tried without network in an empty environment of each Python.
