@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> object:
 
 def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
     """Return the display of a result, and the size of its image."""
-    bundle = result._repr_mimebundle_(include=None, exclude=None)
+    bundle, metadata = result._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == repr(result) or bundle["text/plain"].startswith(repr(result))
     assert set(bundle) <= {"text/plain", "text/html", "image/png"}
     html = bundle.get("text/html", "")
@@ -47,7 +47,9 @@ def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
         return bundle, None
     with Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))) as image:
         assert image.format == "PNG" and (not html or bundle["image/png"] in html)
-        return bundle, image.size
+        size = metadata.get("image/png")  # half the pixels, so that it is sharp
+        assert size is None or max(abs(image.width - 2 * size["width"]), abs(image.height - 2 * size["height"])) <= 1
+        return bundle, image.size if size is None else (size["width"], size["height"])
 
 
 def test_a_saliency_and_its_layers_show_their_figures_in_the_size_of_a_cell(explainer, folder):

@@ -75,7 +75,7 @@ def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
 
     def folder() -> bytes:
         summary = vitflow.explain_folder(cat.parent, desk / "explained", model=explainer, methods=["gae"])
-        return base64.b64decode(summary._repr_mimebundle_()["image/png"])
+        return base64.b64decode(summary._repr_mimebundle_()[0]["image/png"])
 
     helmet = vitflow.Contrast("football helmet", against="bobsled")
     return {

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
-from PIL import Image
+from PIL import Image, ImageShow
 
 import vitflow
 from vitflow import Comparison, Contrast
@@ -48,8 +49,8 @@ def test_a_figure_says_what_it_shows(demo, tmp_path):
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert (f"{saliency.definition.title} (not class-specific)" in joined) == (method == "rollout")
         assert ("30% discarded" in joined) == (method == "rollout")
-        (low, high), unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
-        assert f"percentile of the patches are {low} and {high} {unit}".strip() in joined
+        (low, _), _ = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
+        assert joined.count(low) == 1 and "2nd to 98th percentile of the patches" in joined
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,14 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(demo, tmp_path):
 @pytest.mark.parametrize(
     ("shift", "bar"), [(0.0, ["0.02", "≥ 0.98"]), (-0.5, ["below 0", "≤ −0.49", "above 0", "≥ 0.49"])]
 )
-def test_the_bar_and_the_note_name_the_same_limits(shift, bar, tmp_path):
+def test_the_bar_has_the_limits_and_the_note_does_not_repeat_them(shift, bar, tmp_path):
     grid = np.linspace(0, 1, 400).reshape(20, 20) + shift
     for largest in (1.2, 9.0):
         grid[-1, -1] = largest
         actual = words(map_of(grid), tmp_path)
         assert set(bar) <= set(actual)
-        assert any("percentile" in text and bar[-1].removeprefix("≥ ") in text for text in actual)
+        notes = [text for text in actual if "percentile" in text]
+        assert len(notes) == 1 and bar[-1].removeprefix("≥ ") not in notes[0]
     assert {"0", "1"} <= set(words(map_of(np.linspace(0, 1, 400).reshape(20, 20)), tmp_path, robust=False))
 
 
@@ -155,10 +157,14 @@ def test_a_heatmap_alone_over_any_ground_is_the_overlay_of_that_ground(cropped, 
 
 def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_path):
     left, top, right, bottom = cropped.placement.seen_box
-    plain = cropped.overlay(unseen="off")
+    plain = cropped.overlay()
     unseen = np.isnan(cropped.heatmap)
-    np.testing.assert_array_equal(plain[unseen], cropped.image[unseen])
-    assert (cropped.overlay()[~unseen] != plain[~unseen]).any()
+    np.testing.assert_array_equal(plain, cropped.overlay(unseen="off"))
+    assert (np.ptp(plain[unseen], axis=1) == 0).all() and plain[unseen].mean() > plain[~unseen].mean()
+    assert (cropped.overlay(unseen="line")[~unseen] != plain[~unseen]).any()
+    dim = cropped.overlay(background="dim")
+    np.testing.assert_array_equal(dim[unseen], cropped.image[unseen])
+    assert (dim != cropped.overlay(background="dim", unseen="off")).any()
     np.testing.assert_array_equal(cropped.overlay(crop_to_seen=True), plain[top:bottom, left:right])
     for options in ({"unseen": "off"}, {"crop_to_seen": True}):
         assert "saw" not in " ".join(words(cropped, tmp_path, **options))
@@ -166,7 +172,7 @@ def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_pat
         shapes = {axes.images[0].get_array().shape for figure in figures for axes in figure.axes[:-1]}
         [(height, width, _)] = shapes
         assert abs(height - (700 if "crop_to_seen" in options else 450)) <= 8 and abs(width - 700) <= 8
-    assert "saw" in " ".join(words(cropped, tmp_path))
+    assert "saw" in " ".join(words(cropped, tmp_path, unseen="line"))
     whole = map_of(np.eye(4))
     np.testing.assert_array_equal(whole.overlay(crop_to_seen=True), whole.overlay())
 
@@ -201,3 +207,39 @@ def test_an_unknown_drawing_option_and_the_wrong_kind_of_file_are_named(demo, tm
             draw(colormap="jet")
     with pytest.raises(OptionError, match=r"figure\('.*a\.pdf'\) writes PDF"):
         saliency.save(tmp_path / "a.pdf")
+
+
+def test_a_figure_goes_into_axes_and_outlines_boxes_and_a_mask(cropped, tmp_path):
+    page = Figure()
+    axes = page.subplots(1, 2)
+    mask = np.zeros(cropped.image.shape[:2])
+    mask[5:20, 5:20] = 1
+    assert cropped.figure(tmp_path / "axes.png", ax=axes[0], boxes=(2, 3, 9, 9), mask=mask) is page
+    title, scale = axes[0].get_title(), axes[0].child_axes[0]
+    assert "Attention rollout" in title and len(scale.get_xticklabels()) == 2 and (tmp_path / "axes.png").exists()
+    assert axes[0].get_xlim() == (0, cropped.image.shape[1]) and not axes[1].images
+    plain, marked = (axes_image(cropped, **marks) for marks in ({}, {"boxes": [(2, 3, 9, 9)], "mask": mask}))
+    assert (plain != marked).any()
+    for wrong in ({"boxes": [(1, 2, 3)]}, {"mask": mask[1:]}):
+        with pytest.raises(OptionError, match="Expected"):
+            cropped.figure(**wrong)
+
+
+def axes_image(saliency: Saliency, **options) -> np.ndarray:
+    return np.asarray(saliency.figure(**options).axes[0].images[0].get_array())
+
+
+def test_show_opens_the_viewer_of_the_system(cropped):
+    shown = []
+
+    class Viewer(ImageShow.Viewer):
+        def show_image(self, image, **options):
+            shown.append(image.size)
+            return True
+
+    ImageShow.register(Viewer(), 0)
+    try:
+        cropped.show(width=2)
+    finally:
+        ImageShow._viewers.pop(0)
+    assert shown and shown[0][0] > 400

@@ -134,7 +134,8 @@ def test_nothing_seen_is_all_nan():
     for interpolation in INTERPOLATIONS:
         assert np.isnan(upsample(random_grid(14, 14), placement, interpolation=interpolation)).all()
     image = photograph(1, 1000)
-    np.testing.assert_array_equal(blend(image, upsample(random_grid(14, 14), placement)), image)
+    heatmap = upsample(random_grid(14, 14), placement)
+    np.testing.assert_array_equal(blend(image, heatmap, background="photo"), image)
 
 
 def test_robust_limits_are_the_percentiles_of_what_was_seen():
@@ -254,7 +255,7 @@ def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
             opacity = 0.7 * (distance / 127 if fade else 1.0)
             color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
             if fade and not cmap:
-                color = np.array([255.0, 0, 0] if step >= 128 else [0, 0, 255.0])
+                color = np.array(overlay.TWO_HUES[step >= 128], dtype=float)
             assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity).round()).max() <= 1
 
 
@@ -323,17 +324,23 @@ def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
 
 @pytest.mark.parametrize("size", [(90, 140), (140, 90), (1001, 40)])
 @pytest.mark.parametrize("options", [{"background": name} for name in overlay.KEPT] + [{"contours": True}])
-def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, options):
+def test_unseen_pixels_are_quiet_or_untouched_and_their_border_is_marked(size, options):
     placement = place(size, (32, 32), crop_pct=0.7)
     image = photograph(*size)
     seen = seen_mask(placement)
     before = image.copy()
     heatmap = upsample(random_grid(4, 4), placement)
-    overlay = blend(image, heatmap, **options)
+    overlay = blend(image, heatmap, **options, mark_unseen=True)
     plain = blend(image, heatmap, **options, mark_unseen=False)
     np.testing.assert_array_equal(image, before)
-    np.testing.assert_array_equal(overlay[~seen], image[~seen])
-    np.testing.assert_array_equal(plain[~seen], image[~seen])
+    outside = image[~seen].astype(float)
+    if options.get("background", "grey") == "grey":  # grey and lighter
+        outside = np.repeat(0.5 * outside @ [[0.299], [0.587], [0.114]] + 0.35 * 255, 3, axis=1)
+        np.testing.assert_array_equal(blend(image, heatmap, **options), plain)
+    else:
+        np.testing.assert_array_equal(blend(image, heatmap, **options), overlay)
+    np.testing.assert_allclose(overlay[~seen], outside, rtol=0, atol=0.51)
+    np.testing.assert_array_equal(overlay[~seen], plain[~seen])
 
     # The frame is one white pixel and then a black one (the image is small), and nothing else changed.
     left, top, right, bottom = placement.seen_box
@@ -355,7 +362,7 @@ def test_only_the_sides_with_something_unseen_are_marked():
     assert (top, bottom) == (0, 100)
     heatmap = upsample(random_grid(4, 4), placement)
     image = photograph(100, 200)
-    overlay, plain = blend(image, heatmap), blend(image, heatmap, mark_unseen=False)
+    overlay, plain = (blend(image, heatmap, mark_unseen=marked) for marked in (True, False))
     changed = (overlay != plain).any(axis=(0, 2))
     assert np.flatnonzero(changed).tolist() == [left, left + 1, right - 2, right - 1]
 

@@ -182,7 +182,7 @@ class Clip:
             "controls": list(self.controls),
         }
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the figure for notebooks."""
         from vitflow.images.figures import bundle
 

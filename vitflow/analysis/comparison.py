@@ -14,7 +14,7 @@ from torch import nn
 
 from vitflow.analysis.strips import Strip, columns_of, draw_comparison
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.captions import method_label
+from vitflow.explaining.captions import method_label, top_share
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
@@ -202,11 +202,11 @@ class Comparison(FigureResult):
         count = len(self.images)
         return f"Comparison({count} image{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the figure of the first images for notebooks."""
         left_out = len(self.images) - _SHOWN
         text = f"{self!r}{f'; {left_out} more images are not shown' if left_out > 0 else ''}"
-        figure = Comparison(self.images[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI)
+        figure = Comparison(self.images[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI, width=figures.NOTEBOOK_WIDTH)
         return figures.bundle(text, figure)
 
     @property
@@ -273,7 +273,7 @@ class Comparison(FigureResult):
             {
                 "input": image[0].source,
                 "model": image[0].model,
-                "maps": [saliency.to_dict() for saliency in image],
+                "maps": [each.to_dict() | {"top_share": top_share(each.grid)} for each in image],
                 "agreement": Comparison((image,)).agreement().to_dict(),
             }
             for image in self.images

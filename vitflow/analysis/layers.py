@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import binary_erosion, distance_transform_edt
 from torch import nn
 
-from vitflow.analysis.strips import SHARES, Strip, in_rows
+from vitflow.analysis.strips import Strip, in_rows
 from vitflow.errors import OptionError
 from vitflow.explaining import captions
 from vitflow.explaining.explainer import Explainer
@@ -101,7 +101,7 @@ class LayerMaps(FigureResult):
             for row in in_rows(section, _MOST_COLUMNS)
         ]
         note = (
-            f"Each map has separate colour limits. Printed below each map: {SHARES}. {pen.note}\n"
+            f"Each map has separate colour limits. {pen.note}\n"
             f"{captions.method_in_words(whole.definition, whole.options)}. "
             f"Model: {captions.model_in_words(whole.model, whole.model_note)}."
         )
@@ -284,11 +284,11 @@ def _coloured(
         for values in (*np.moveaxis(colours, 2, 0), shown)
     )
     plain = np.where(np.isnan(covered), covered, 0)
-    drawn = overlay.blend(photograph, plain, **pen.blending | {"mark_unseen": False})
+    drawn = overlay.blend(photograph, plain, **pen.blending)
     alpha, coloured = pen.blending["alpha"], covered > 0.5
     mixed = alpha * 255 * np.stack(channels, axis=-1) + (1 - alpha) * photograph
     drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
-    return overlay.blend(drawn, plain, alpha=0)
+    return drawn
 
 
 def feature_maps(

@@ -1,6 +1,6 @@
 """Figures of comparisons: images with their maps in columns by method, with captions and colour bars."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -26,8 +26,6 @@ SATURATED_LABEL = 0.01
 SATURATED = (
     "A saturated flow is limited by its first layer: for such a patch the map does not depend on the layers above."
 )
-#: What is printed below maps without common limits.
-SHARES = "the share of its sum in the top 10% of patches"
 
 # Notes on the marked region, by key of `facts`.
 _MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}
@@ -60,11 +58,11 @@ class Strip:
         self._drawn: list[tuple[Saliency, Limits]] = []
 
     def cell(self, saliency: Saliency, limits: Limits | None = None) -> Cell:
-        """Draw a map between these limits, by default its own, with the share in its highest patches."""
+        """Draw a map between these limits, by default its own."""
         limits = limits or self.pen.limits(saliency.grid, signed=is_signed(saliency.method))
         self._drawn.append((saliency, limits))
         (low, high), unit = readable(*limits)
-        details = [f"{low} to {high} {unit}".strip() if self._prints_limits else captions.top_share(saliency.grid)]
+        details = [f"{low} to {high} {unit}".strip()] if self._prints_limits else []
         if (share := saliency.facts.get("saturated", 0.0)) >= SATURATED_LABEL:
             details.append(f"{share:.0%} saturated")
         if warning := captions.unreliable(saliency.facts):
@@ -110,7 +108,7 @@ class Strip:
         limits = f"Colours run from the {ends} of the patches, {taken}."
         if pen.vmin is not None and pen.vmax is not None:
             limits = f"Colours run from {pen.vmin:g} to {pen.vmax:g}."
-        limits += f" Printed below each map: {'its limits' if self._prints_limits else SHARES}."
+        limits += " Its limits are printed below each map." if self._prints_limits else ""
         if pen.soft:
             limits += " Values beyond the limits approach the last colour."
         if pen.marks_unseen and not all(image[0].placement.sees_everything for image in images):
@@ -137,19 +135,36 @@ def draw_comparison(images: Images, strip: Strip) -> Figure:
             strip.pen.limits(np.concatenate(of_method), signed=is_signed(method))
             for of_method, method in zip(grids, methods, strict=True)
         ]
+    first, single = images[0][0], len(columns[0]) == 1 and max(map(len, images)) > 1
+    if single and first.reference is None and not first.facts.keys() & _MARKS:
+        return strip.figure(list(_by_class(columns, limits[0], strip)), strip.note(images))
     every = range(len(columns[0]))
     several = [index for index in every if any(len(maps[index]) > 1 for maps in columns)]
     parts = sorted(filter(None, ([index for index in every if index not in several], several)))
-    first = [Column("Image"), *([Column("Compared with")] if images[0][0].reference is not None else [])]
+    heads = [Column("Image"), *([Column("Compared with")] if first.reference is not None else [])]
     bands = [
         (
-            [*first, *(_head(columns[0][index][0]) for index in members)],
+            [*heads, *(_head(columns[0][index][0]) for index in members)],
             [strip.block([maps[index] for index in members], [limits[index] for index in members]) for maps in columns],
         )
         for part in parts
         for members in in_rows(part, _MOST_MAPS)
     ]
     return strip.figure(bands, strip.note(images))
+
+
+def _by_class(columns: Sequence[Sequence[Sequence[Saliency]]], limits: Limits | None, strip: Strip) -> Iterator[Band]:
+    """Yield a row for each image: its photograph, and the maps of one method for several classes."""
+    for [maps] in columns:
+        first = maps[0]
+        photograph = strip.pen.photograph(first.image, first.placement)
+        group = captions.method_in_words(first.definition, first.options)
+        for row in in_rows(maps, _MOST_MAPS):
+            cells = [[Cell(photograph, (), (image_name(first.source),))]]
+            for each in row:
+                label = tuple(captions.class_lines(each.score, each.class_specific))
+                cells.append([replace(strip.cell(each, limits), caption=label)])
+            yield [Column("Image"), *(Column("", group=group) for _ in row)], [cells]
 
 
 def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = (), most: int = _MOST_MAPS) -> Figure:

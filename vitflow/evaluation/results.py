@@ -72,7 +72,7 @@ class Evaluation(Tables):
         sentences = "\n".join(answer.sentence for answer in verdict(self))
         return "\n\n".join(filter(None, [sentences, *map(str, tables)]))
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the notebook display: a table per group of metrics, and a bar chart of the first group."""
         bars = draw_bars(self, [self.metrics[0].group]) if self.metrics else None
         return bundle(repr(self), bars, [html_table(table.rows, table.columns) for table in self._shown()])

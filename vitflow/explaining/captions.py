@@ -243,14 +243,14 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"The map explains the score minus {against}."
 
 
-def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:
-    """Describe the share of a map's sum that its highest patches contain; absolute values if some are negative.
+def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> float | None:
+    """Return the share of a map's absolute sum that its highest patches contain; None if every patch is 0.
 
-    >>> top_share(np.array([[0.0, 1.0, 3.0, 0.0]]), 0.25), top_share(np.array([[-3.0, 1.0, 0.0, 0.0]]), 0.25)
-    ('top 25% of patches contain 75%', 'strongest 25% of patches contain 75%')
+    >>> top_share(np.array([[0.0, 1.0, 3.0, 0.0]]), 0.25), top_share(np.zeros((2, 2)))
+    (0.75, None)
     """
     values = np.sort(np.abs(grid.astype(np.float64)).ravel())[::-1]
     if not values.any():
-        return "every patch is 0"
-    held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values))) / values.sum()
-    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches contain {held:.0%}"
+        return None
+    held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values)))
+    return round(float(held / values.sum()), 4)

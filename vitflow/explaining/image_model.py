@@ -135,7 +135,7 @@ class ImageModel:
         height, width = self.spec.size
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return a table of the model's properties for notebooks."""
         from vitflow.images.figures import bundle, html_table  # loads matplotlib
 

@@ -17,12 +17,13 @@ from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement, Span
-from vitflow.images.pen import Mark, Pen, takes_drawing_options
+from vitflow.images.pen import Mark, Pen, check_marks, takes_drawing_options
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
 from vitflow.registry.method_table import Method, get_method, is_signed
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -114,7 +115,7 @@ class Saliency:
         method = captions.map_label(self.method, self.options, self.class_specific)
         return f"Saliency({image_name(self.source)!r}, {method}, {patches}{target})"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the figure for notebooks."""
         from vitflow.images.figures import NOTEBOOK_DPI, bundle
 
@@ -180,7 +181,8 @@ class Saliency:
             robust: use percentiles for that range, so that a single artefact patch does not determine it; values
                 beyond them approach the last colour.
             background: image under the colours; "none" gives RGBA [height, width, 4] with the colours alone.
-            unseen: "line" along the border of the part that the model saw, or "off".
+            unseen: "line" along the border of the part that the model saw, or "off"; by default off on grey, which is
+                lighter there.
             crop_to_seen: draw only that part.
             drawing: cmap, alpha, fade and contours as for `vitflow.images.overlay.blend`.
         """
@@ -217,32 +219,55 @@ class Saliency:
         return upsample(self.significant.astype(np.float32), self.placement, interpolation="nearest") > 0.5
 
     @takes_drawing_options
-    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> "Figure":
+    def figure(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        width: float = 3.5,
+        ax: "Axes | None" = None,
+        boxes: Any = (),
+        mask: Any = None,
+        **drawing: Any,
+    ) -> "Figure":
         """Draw a figure: the overlay with its method, target and colour bar.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
             width: width of the image, in inches.
+            ax: axes of matplotlib to draw into, in pixels of the image, instead of a new figure.
+            boxes: boxes (left, top, right, bottom) to outline, in pixels of the image.
+            mask: region to outline, bool [height, width].
             drawing: as for `overlay`; and dpi, pixels per inch of the image.
 
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, written
+        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, draw_into, written
 
         pen = Pen(width, **drawing)
-        limits = self._limits(pen)
-        drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
+        limits, marked = self._limits(pen), check_marks(self.image, boxes, mask)
+        marked += [self.marked] if self.marked is not None else []
+        drawn = pen.overlay(self.drawn, self.placement, self.image, limits, marked)
         more = () if self.class_specific else (captions.NOT_SPECIFIC,)
         title = captions.method_title(self.definition, self.options, *more)
         heads = [Column(title, captions.departures(self.definition, self.options))]
-        cells = [[Cell(drawn, tuple(captions.class_lines(self.score, self.class_specific)))]]
+        lines = tuple(captions.class_lines(self.score, self.class_specific))
+        bar, percentiles = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
+        if ax is not None:
+            shown = pen.shown(self.placement, (self.image.shape[0], self.image.shape[1]))
+            return written(draw_into(ax, drawn, [title, *lines], bar, shown), path)
+        cells = [[Cell(drawn, lines)]]
         if self.reference is not None:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
-        bar, percentiles = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
         notes = filter(None, (percentiles, pen.note, *self._notes(marks_unseen=pen.marks_unseen)))
         return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
+
+    def show(self, **options: Any) -> None:
+        """Display the figure, with options as for `figure`: below a cell of a notebook, else in the system's viewer."""
+        from vitflow.images.figures import show_figure
+
+        show_figure(self.figure(**options))
 
     def _notes(self, *, marks_unseen: bool = True) -> Iterator[str]:
         """Yield the notes below the figure."""

@@ -277,14 +277,13 @@ def _described(run: Mapping[str, Any], label: str) -> tuple[str, str]:
 
 #: Maximal number of images in a notebook display.
 SHOWN = 6
-_WIDTH = 1.5  # width of an image in inches
 
 
-def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with the first overlay of each row's image, and a table of the rows."""
-    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # imports matplotlib
+    from vitflow.images.figures import NOTEBOOK_DPI, NOTEBOOK_WIDTH, Cell, Column, bundle, draw_bands, html_table
 
-    pen, cells, columns, overlays = Pen(_WIDTH, dpi=NOTEBOOK_DPI), [], [], []
+    pen, cells, columns, overlays = Pen(NOTEBOOK_WIDTH, dpi=NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
         prediction = (

@@ -59,7 +59,7 @@ class FolderSummary:
         failed = f", {self.failed} failed" if self.failed else ""
         return f"FolderSummary({self.explained} explained{kept}{failed}; {self.manifest})"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the notebook display: the first overlays, with the rows of their images."""
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
+from PIL import Image
 
 from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.files import write_atomically
@@ -31,8 +33,9 @@ from vitflow.images import DPI, FIGURE_FORMATS, overlay
 from vitflow.images.pen import Bar, Limits, Pen
 from vitflow.images.typesetting import BODY, GREY, RULE, SMALL, TITLE, QuietFigure, measure, plain, readable, wrap
 
-#: Pixels per inch of figures in a notebook, so that a strip is as wide as the page.
-NOTEBOOK_DPI = 100
+#: Pixels per inch of figures in a notebook, which shows them at half their size, sharp and with labels of 9 pixels; and
+#: the width of an image in a strip there, in inches, so that a strip is as wide as a cell.
+NOTEBOOK_DPI, NOTEBOOK_WIDTH = 220, 1.2
 
 # Lengths in inches: around a figure, between columns, and between rows.
 _MARGIN, _COLUMN_GAP, _GAP = 0.08, 0.07, 0.05
@@ -163,7 +166,7 @@ class _Page:
             caption, details = (
                 _lines(lines, self._width, size) for lines, size in ((cell.caption, BODY), (cell.details, SMALL))
             )
-            axes.set_xlabel(caption, labelpad=2, **plain(BODY))
+            axes.set_xlabel(caption, labelpad=2, multialignment="center", **plain(BODY))
             height += _height(caption, BODY)
             self._write(details, middle, self._top + height + 2 / 72, ha="center")
             heights.append(height + _height(details, SMALL))
@@ -214,10 +217,36 @@ class _Page:
         return axes
 
     def _write(self, text: str, x: float, y: float, *, va: str = "top", **style: Any) -> None:
-        """Write small grey text at a place of the page."""
-        if text:
-            style |= plain(SMALL) | {"color": GREY, "va": va, "linespacing": 1.1, "transform": self._to_page}
-            self._figure.text(x, y, text, **style)
+        """Write small grey lines at a place of the page, evenly spaced: matplotlib's depend on the letters."""
+        style |= plain(SMALL) | {"color": GREY, "va": "baseline", "transform": self._to_page}
+        y += 0.93 * SMALL / 72 - (_height(text, SMALL) / 2 if va == "center" else 0.0)
+        for number, line in enumerate(text.splitlines()):
+            self._figure.text(x, y + _height("x", SMALL) * number, line, **style)
+
+
+def draw_into(
+    axes: Axes, image: NDArray[np.uint8], title: Sequence[str], bar: Bar, box: tuple[int, int, int, int]
+) -> Figure:
+    """Draw an image, which covers a box (left, top, right, bottom), with title and colour bar into a user's axes."""
+    left, top, right, bottom = box
+    axes.imshow(image, extent=(left, right, bottom, top))
+    axes.set_axis_off()
+    axes.set_title("\n".join(title), fontsize=TITLE, parse_math=False)
+    scale = axes.inset_axes((0.2, -0.08, 0.6, 0.04))
+    scale.imshow(bar.image, extent=(0, 1, 0, 1), aspect="auto")
+    scale.set(xticks=[0, 1], yticks=[])
+    scale.set_xticklabels(bar.labels, fontsize=SMALL)
+    scale.spines[:].set_visible(False)
+    return axes.figure  # type: ignore[return-value]
+
+
+def show_figure(figure: Figure) -> None:
+    """Display a figure below the cell of a notebook, or else in the viewer of the system."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and shell.has_trait("kernel"):
+        sys.modules["IPython"].display.display(figure)
+    else:
+        Image.open(io.BytesIO(figure_bytes(figure, ".png"))).show()
 
 
 def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> tuple[Bar, str]:
@@ -225,11 +254,11 @@ def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: t
     two_sides = overlay.has_two_sides(*limits)
     (low, high), unit = readable(*limits)
     high, (lower, upper) = f"{high} {unit}".strip(), overlay.ROBUST_PERCENTILES
-    note = f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high}."
+    note = f"Colours: {lower:g}nd to {upper:g}th percentile of the patches."
     if not two_sides and limits[0] == 0 > grid.min():
-        note = f"The {upper:g}th percentile of the patches is {high}; values below 0 are transparent."
+        note = f"Colours: 0 to the {upper:g}th percentile of the patches; values below 0 are transparent."
     elif two_sides:
-        note = f"The {upper:g}th percentile of the patches' absolute values is {high}; 0 is transparent."
+        note = f"Colours: up to the {upper:g}th percentile of the patches' absolute values; 0 is transparent."
     labels = low, high if limits[1] > limits[0] else ""
     if limits[1] > limits[0] and float((np.abs(grid) if two_sides else grid).max()) > limits[1] * (1 + 1e-6):
         labels = f"≤ {low}" if two_sides else low, f"≥ {high}"
@@ -307,7 +336,7 @@ class FigureResult:
             file.write(json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
         return path
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the figure for notebooks."""
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
@@ -319,16 +348,23 @@ def written(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> dict[str, str]:
-    """Return what `_repr_mimebundle_` returns: the text, a figure as PNG, and tables in HTML with the figure below."""
-    mimebundle = {"text/plain": text}
-    encoded = "" if figure is None else base64.b64encode(figure_bytes(figure, ".png")).decode()
-    if encoded:
-        mimebundle["image/png"] = encoded
+#: What `_repr_mimebundle_` returns: data and metadata by type.
+Bundle = tuple[dict[str, str], dict[str, dict[str, int]]]
+
+
+def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> Bundle:
+    """Return the display of a result in a notebook: text, a figure as PNG, and tables in HTML with the figure below."""
+    data, metadata = {"text/plain": text}, {}
+    if figure is not None:
+        data["image/png"] = base64.b64encode(figure_bytes(figure, ".png")).decode()
+        if figure.dpi == NOTEBOOK_DPI:
+            width, height = (round(side * figure.dpi / 2) for side in figure.get_size_inches())
+            metadata["image/png"] = {"width": width, "height": height}
     if tables:
-        shown = f'<img src="data:image/png;base64,{encoded}" alt="">' if encoded else ""
-        mimebundle["text/html"] = f"<p>{escape(text)}</p>{''.join(tables)}{shown}"
-    return mimebundle
+        size = "".join(f' {name}="{pixels}"' for name, pixels in metadata.get("image/png", {}).items())
+        shown = f'<img src="data:image/png;base64,{data["image/png"]}"{size} alt="">' if figure is not None else ""
+        data["text/html"] = f"<p>{escape(text)}</p>{''.join(tables)}{shown}"
+    return data, metadata
 
 
 def html_table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> str:

@@ -17,8 +17,9 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 #: Default colour map if the limits are on one side of 0.
 SEQUENTIAL = "plasma"
 
-#: Default colours if the limits are on both sides of 0: blue below and red above; opacity shows the distance from 0.
-_TWO_HUES = np.repeat(np.array([[0, 0, 255], [255, 0, 0]], dtype=np.uint8), 128, axis=0)
+#: Default colours if the limits are on both sides of 0: blue below and red above, of equal lightness (63 and 64 in
+#: CIELAB), so that the photograph stays readable; opacity shows the distance from 0.
+TWO_HUES = ((90, 152, 255), (255, 110, 90))
 
 #: The same with constant opacity.
 DIVERGING = "bwr"
@@ -31,6 +32,9 @@ Ground = Literal["photo", "grey", "dim"]
 
 #: Brightness and saturation of the image that a background keeps.
 KEPT: dict[Ground, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
+
+#: Brightness that a grey background keeps of the part that the model did not see, and the white that it adds.
+_QUIET = (0.5, 0.35)
 
 #: Weights of red, green and blue in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -114,14 +118,13 @@ def blend(
     soft: bool | None = None,
     background: Ground = "grey",
     contours: bool | Sequence[float] = False,
-    mark_unseen: bool = True,
+    mark_unseen: bool | None = None,
 ) -> NDArray[np.uint8]:
     """Draw a heatmap in colour over its image: uint8 RGB [height, width, 3].
 
     Args:
         image: uint8 RGB [height, width, 3].
-        heatmap: values per pixel, [height, width]; NaN where the model saw nothing; the image is unchanged
-            there.
+        heatmap: values per pixel, [height, width]; NaN where the model saw nothing.
         cmap: name of a colormap of matplotlib; by default "plasma", or red above and blue below 0 if 0 is
             between the limits ("bwr" without fade).
         alpha: opacity of the colours, from 0 to 1; with fade, that of the highest values. 0 leaves the
@@ -132,10 +135,11 @@ def blend(
         soft: values beyond the limits differ in colour, as they approach the last colour asymptotically. By default if
             the limits are robust and none is given.
         background: the seen part of the image in "grey", darkened to three quarters, so that the only colour
-            is that of the map; "dim": equally dark, with half the saturation; or unchanged, "photo". An alpha below 0.5
-            reduces this effect.
+            is that of the map, and the unseen part grey and lighter; "dim": equally dark, with half the saturation; or
+            unchanged, "photo", as the unseen part of both. An alpha below 0.5 reduces this effect.
         contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.
-        mark_unseen: draw a thin white and black line along the border of the region that the model saw.
+        mark_unseen: draw a thin white and black line along the border of the region that the model saw; by default not
+            on "grey".
 
     Raises:
         OptionError: an unknown colour map or background, or alpha, vmin, vmax or a contour is out of range.
@@ -170,9 +174,21 @@ def blend(
         inside[strip] = painted if holes is None else np.where(holes[strip, :, None], inside[strip], painted)
     if contours is not False:
         draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
-    if mark_unseen and unseen.any():
+    if background == "grey" and unseen.any():
+        _lighten(overlay, unseen, min(2 * alpha, 1.0))
+    if unseen.any() and (background != "grey" if mark_unseen is None else mark_unseen):
         outline(overlay, unseen, max(1, round(min(unseen.shape) / 500)))
     return overlay
+
+
+def _lighten(overlay: NDArray[np.uint8], unseen: NDArray[np.bool_], strength: float) -> None:
+    """Make the unseen pixels grey and lighter, in place."""
+    kept, white = (strength * part for part in _QUIET)
+    weights = (1 - strength) * np.eye(3) + kept * np.tile(LUMINANCE, (3, 1))
+    for strip in strips(*unseen.shape):
+        pixels = overlay[strip][unseen[strip]]
+        if pixels.size:
+            overlay[strip][unseen[strip]] = np.rint(pixels @ weights.T + 255 * white).clip(0, 255)
 
 
 def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
@@ -224,7 +240,10 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
     >>> color_table("tab10", two_sides=True)[1].tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    table = _TWO_HUES if two_sides and not cmap else _lookup_table(cmap or SEQUENTIAL)
+    two_hues = two_sides and not cmap
+    table = (
+        np.repeat(np.array(TWO_HUES, dtype=np.uint8), 128, axis=0) if two_hues else _lookup_table(cmap or SEQUENTIAL)
+    )
     last = len(table) - 1
     steps = np.arange(len(table), dtype=np.float32)
     if two_sides:

@@ -15,8 +15,8 @@ from vitflow.images import BACKGROUNDS, DPI, UNSEEN, Interpolation, Unseen, over
 from vitflow.images.geometry import Placement
 from vitflow.images.preprocessing import upsample
 
-#: A box (left, top, right, bottom) in pixels of an image, or a mask of a region, bool [height, width].
-Mark = tuple[float, float, float, float] | NDArray[np.bool_]
+#: A box (left, top, right, bottom) in pixels of an image, a mask of a region, bool [height, width], or several of both.
+Mark = tuple[float, float, float, float] | NDArray[np.bool_] | list["Mark"]
 #: The values of the first and the last colour.
 Limits = tuple[float, float]
 
@@ -40,7 +40,7 @@ class Pen:
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
         interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
-        unseen: "line" along the border of the part that the model saw, or "off".
+        unseen: "line" along the border of the part that the model saw, or "off"; by default off on grey.
         crop_to_seen: draw only that part.
         blending: other options of `overlay.blend`: cmap, alpha, fade, contours and background, which may also be
             "none": transparent, which gives RGBA.
@@ -55,7 +55,7 @@ class Pen:
         vmax: float | None = None,
         robust: bool = True,
         interpolation: Interpolation = "smooth",
-        unseen: Unseen = "line",
+        unseen: Unseen | None = None,
         crop_to_seen: bool = False,
         **blending: Any,
     ) -> None:
@@ -65,6 +65,7 @@ class Pen:
             check_known("drawing option", name, _options())
         background = blending.get("background", "grey")
         check_known("background", background, BACKGROUNDS)
+        unseen = unseen or ("off" if background == "grey" else "line")
         check_known("unseen", unseen, UNSEEN)
         self.width, self.dpi, self.interpolation = width, dpi, interpolation
         self.vmin, self.vmax, self.robust = vmin, vmax, robust
@@ -132,13 +133,13 @@ class Pen:
         if self.width is None:
             return image
         high, wide = image.shape[:2]
-        left, top, right, bottom = self._shown(placement, (high, wide))
+        left, top, right, bottom = self.shown(placement, (high, wide))
         height, width = panel_size((bottom - top, right - left), width=self.width, dpi=self.dpi)
         size = (max(round(width * wide / (right - left)), 1), max(round(height * high / (bottom - top)), 1))
         interpolation = cv2.INTER_AREA if size[1] <= high else cv2.INTER_CUBIC
         return np.asarray(cv2.resize(image, size, interpolation=interpolation), dtype=np.uint8)
 
-    def _shown(self, placement: Placement | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    def shown(self, placement: Placement | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom) to show of an image of a size: what the model saw, if it saw a pixel."""
         if self.crop_to_seen and placement is not None:
             left, top, right, bottom = replace(placement, image_size=size).seen_box
@@ -147,7 +148,7 @@ class Pen:
         return 0, 0, size[1], size[0]
 
     def _cropped(self, drawn: NDArray[np.uint8], placement: Placement | None) -> NDArray[np.uint8]:
-        left, top, right, bottom = self._shown(placement, (drawn.shape[0], drawn.shape[1]))
+        left, top, right, bottom = self.shown(placement, (drawn.shape[0], drawn.shape[1]))
         return np.ascontiguousarray(drawn[top:bottom, left:right])
 
     def ramp(self, limits: Limits) -> NDArray[np.uint8]:
@@ -179,10 +180,23 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
+def check_marks(image: NDArray[np.uint8], boxes: Any, mask: Any) -> list[Mark]:
+    """Return one or several boxes and a mask of an image as marks; OptionError if they are none."""
+    edges = np.asarray(boxes, dtype=float)
+    if edges.size % 4 or (edges.size and edges.shape[-1] != 4):
+        raise OptionError(f"Expected boxes as [(left, top, right, bottom), …], got {boxes!r}.")
+    if mask is not None and np.shape(mask) != image.shape[:2]:
+        raise OptionError(f"Expected a mask {list(image.shape[:2])} as the image, got {list(np.shape(mask))}.")
+    marks: list[Mark] = [(left, top, right, bottom) for left, top, right, bottom in edges.reshape(-1, 4).tolist()]
+    return marks if mask is None else [*marks, np.asarray(mask) != 0]
+
+
 def _mark(drawn: NDArray[np.uint8], image: NDArray[np.uint8], marked: Mark | None) -> None:
     """Draw a white line with a black one around it, in place, around a box or region of an image, if there is one."""
     height, width = drawn.shape[:2]
-    if marked is None:
+    if marked is None or isinstance(marked, list):
+        for each in marked or ():
+            _mark(drawn, image, each)
         return
     if isinstance(marked, np.ndarray):
         inside = cv2.resize(marked.astype(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)

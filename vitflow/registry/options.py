@@ -305,7 +305,7 @@ OPTIONS: dict[str, Option] = {
             "interpolation", "choice", "How patches are upsampled to pixels.", INTERPOLATIONS, default_help="smooth"
         ),
         _drawn("background", "choice", "Image under the colours; none: transparent.", BACKGROUNDS, default_help="grey"),
-        _drawn("unseen", "choice", "Border of the part that the model saw.", UNSEEN, default_help="line"),
+        _drawn("unseen", "choice", "Border of the part that the model saw.", UNSEEN, default_help="off if grey"),
         _drawn("crop_to_seen", bool, "Draw only the part of the image that the model saw."),
         _drawn("contours", bool, "Draw contours that contain 10, 25 and 50 % of the map."),
     )

@@ -318,5 +318,5 @@ class Generation:
             "seconds": round(self.seconds, 4),
         }
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         return bundle(self.text(), self.shaded().figure())

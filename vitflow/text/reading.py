@@ -180,7 +180,7 @@ class Reading:
             "seconds": round(self.seconds, 4),
         }
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         return self.shaded()._repr_mimebundle_()
 
 

@@ -101,7 +101,7 @@ class View(ABC):
     def __str__(self) -> str:
         return self.text()
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         return bundle(self.text(), self.figure())
 
 
