@@ -261,6 +261,7 @@ def test_families_that_are_known_show_as_much_as_one_that_is_not(name, monkeypat
         return {path: module for path, module in model.named_modules() if module._modules}
 
     monkeypatch.setattr(recorder, "may_attend", every)
+    model_cache(model).clear()
     all_of_it, same = recorded(model, 2 * int(patch))
     assert watched <= 3 < len(every(model)) and torch.equal(answer, same)
     assert [layer.name for layer in few.layers] == [layer.name for layer in all_of_it.layers]

@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import FunctionType, NoneType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
+
+Result = TypeVar("Result")
 
 #: Names of the classification heads of transformers.
 CLASSIFIERS = ("classifier", "cls_classifier")
@@ -70,20 +73,60 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module as `named_modules` does, but twice as fast, and without torch.compile wrappers."""
-    seen, waiting = set(), [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        parts = module._modules
-        if "_orig_mod" in parts:
-            waiting += [(path, part) for part in parts.values() if part is not None]
-            continue
-        yield path, module
-        if parts:
-            prefix = path and f"{path}."
-            waiting += [(prefix + name, part) for name, part in reversed(parts.items()) if part is not None]
+    yield from ModelState(model).modules.items()
+
+
+class ModelState:
+    """The modules of a model as they are now, and the cache of what is known of them, from one walk.
+
+    Attributes:
+        modules: all modules by path, the model first.
+        wrappers: those of torch.compile, which have the paths of the modules inside.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.wrappers = model, list[nn.Module]()
+        self.modules: dict[str, nn.Module] = {}
+        seen, waiting = set(), [("", model)]
+        while waiting:
+            path, module = waiting.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            parts = module._modules
+            if "_orig_mod" in parts:
+                self.wrappers.append(module)
+                waiting += [(path, part) for part in parts.values() if part is not None]
+                continue
+            self.modules[path] = module
+            if parts:
+                prefix = path and f"{path}."
+                waiting += [(prefix + name, part) for name, part in reversed(parts.items()) if part is not None]
+
+    @cached_property
+    def every(self) -> list[nn.Module]:
+        """All modules, with wrappers."""
+        return [*self.modules.values(), *self.wrappers]
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """Cache of the model; a new one if a weight, module, method, hook or setting was changed or removed.
+
+        This takes most of a millisecond. Values must not refer to the model, which they would keep alive.
+        """
+        marks = _marks(self.every)
+        known, cache = _caches.get(self.model, (None, {}))
+        if known != marks:
+            cache = {}
+            _caches[self.model] = marks, cache
+        return cache
+
+    def cached(self, key: Any, compute: Callable[[], Result]) -> Result:
+        """Return the cached result of a function, which is called if there is none."""
+        if key not in self.cache:
+            self.cache[key] = compute()
+        result: Result = self.cache[key]
+        return result
 
 
 def pretrained_of(model: nn.Module) -> nn.Module | None:
@@ -99,9 +142,8 @@ def library_id(model: nn.Module) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def runs_compiled(model: nn.Module) -> bool:
-    """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
-    modules = modules_of(model)
+def runs_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Return True if one of these modules is compiled with torch.compile, in any of its forms."""
     kinds: set[type[nn.Module]] = set(map(type, modules))
     forwards = [*(kind.forward for kind in kinds), *(vars(each).get("forward") for each in modules)]
     return any(map(_is_compiled, forwards)) or any(
@@ -114,16 +156,8 @@ def _is_compiled(forward: Any) -> bool:
 
 
 def model_cache(model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model; a new one if a weight, module, method, hook or setting was changed or removed.
-
-    This takes about a millisecond; `Call.cache` is the cache during one forward pass.
-    """
-    marks = _marks(modules_of(model))
-    known, cache = _caches.get(model, (None, {}))
-    if known != marks:
-        cache = {}
-        _caches[model] = marks, cache
-    return cache
+    """Return the cache of a model as it is now; see `ModelState`."""
+    return ModelState(model).cache
 
 
 def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any]:
@@ -230,9 +264,8 @@ def _captured(function: Any) -> tuple[Any, ...]:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def check_recordable(model: nn.Module) -> None:
-    """Check that no part of a model is scripted, and that the attention of a transformers model can be recorded."""
-    modules = modules_of(model)
+def check_recordable(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Check that no module of a model is scripted, and that the attention of a transformers model can be recorded."""
     _refuse_scripted(model, modules)
     for module in modules:
         if (config := vars(module).get("config")) is None:

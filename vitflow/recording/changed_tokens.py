@@ -16,7 +16,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, read_layout, transformer_of
 from vitflow.models.blocks import first_stack
 from vitflow.models.calls import logits_of, tensors_in, with_tokens
-from vitflow.models.parts import model_cache, module_paths, output_cache, plain_token_ids, unwrap
+from vitflow.models.parts import ModelState, model_cache, module_paths, output_cache, plain_token_ids, unwrap
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import ContiguousNorms, Hook, device_of, evaluating, hooked
 from vitflow.recording.places import find_extents
@@ -153,7 +153,7 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
     """
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
-    call = Call(model, (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
+    call = Call(ModelState(model), (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
     try:
         with call.experiment():
             whole, layout = _run(model, noise, None, layout, outputs)
@@ -232,7 +232,7 @@ def _test_causal(model: nn.Module, length: int) -> bool:
     *ids, other = plain_token_ids(model, length + 1)
     text = torch.tensor([ids], device=device_of(model))
     seen = False  # something that a later token could have changed
-    with Call(model, (), {}, text).experiment():
+    with Call(ModelState(model), (), {}, text).experiment():
         before = _token_outputs(model, text)
         for position in (length - 1 - count for count in _LATER if count < length):
             changed = text.clone()

@@ -1,15 +1,15 @@
 """Experiments: runs of a model besides the recorded one, on noise or on the same images, that leave it unchanged.
 
-The docstring of the package lists the experiments. Results on noise are cached with the weights; see `model_cache`.
+The docstring of the package lists the experiments. Results on noise are cached with the weights; see `ModelState`.
 """
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from vitflow.errors import ShapeError
 from vitflow.models.calls import tokens_of, with_tokens
-from vitflow.models.parts import model_cache, modules_of, runs_compiled
+from vitflow.models.parts import ModelState, Result, modules_of, runs_compiled
 from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
@@ -28,8 +28,6 @@ from vitflow.recording.isolation import (
     unrecorded,
 )
 
-Result = TypeVar("Result")
-
 #: The number of tokens per block in an experiment: a prime, to distinguish tokens from channels and heads.
 FEW_TOKENS = 7
 # Containers whose changes are undone, and part of the names of those that other threads may change.
@@ -38,30 +36,35 @@ _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hook
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that experiments repeat; `pixels` is the input among its arguments, `autocast` its state and type."""
+    """A call that experiments repeat; `pixels` is the input among its arguments, `autocast` its state and type.
 
-    model: nn.Module
+    `state` is the model as it was when the call began.
+    """
+
+    state: ModelState
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     pixels: Tensor
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
 
     @property
+    def model(self) -> nn.Module:
+        """The model, without wrappers."""
+        return self.state.model
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width of the model input."""
         return self.pixels.shape[-2], self.pixels.shape[-1]
 
-    @cached_property
+    @property
     def cache(self) -> dict[Any, Any]:
         """Results of experiments with the model and its weights as they are now."""
-        return model_cache(self.model)
+        return self.state.cache
 
     def cached(self, key: Any, experiment: Callable[[], Result]) -> Result:
         """Return the cached result of an experiment, which runs if there is none."""
-        if key not in self.cache:
-            self.cache[key] = experiment()
-        result: Result = self.cache[key]
-        return result
+        return self.state.cached(key, experiment)
 
     @contextmanager
     def experiment(
@@ -77,7 +80,7 @@ class Call:
             torch.autocast(autocast_kind(device), dtype=dtype, enabled=autocast and enabled),
             undisturbed(self.model, device),
             torch.enable_grad() if gradients else nullcontext(),
-            uncompiled() if runs_compiled(self.model) else nullcontext(),
+            uncompiled() if runs_compiled(modules_of(self.model)) else nullcontext(),
             hooked(hooks),
         ):
             yield

@@ -234,6 +234,11 @@ class ContiguousNorms(TorchFunctionMode):
         return output
 
 
+def has_running_norms(modules: Iterable[nn.Module]) -> bool:
+    """Return True if one of these modules is a batch or instance norm, or has running means as these."""
+    return any("running_mean" in module._buffers for module in modules)
+
+
 def refuse_inference_tensors(model: nn.Module) -> None:
     """Raise ModelError if the weights are inference tensors, which do not support gradients."""
     if any(parameter.is_inference() for parameter in model.parameters()):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
-from vitflow.models.parts import module_paths, plain_token_ids
+from vitflow.models.parts import ModelState, plain_token_ids
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_head_by_head, is_pooling
 from vitflow.recording.experiment import Call
@@ -95,19 +95,18 @@ def layers_of_image(call: Call) -> Layers:
     return call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: _observe(call, call.pixels[:1]))
 
 
-def layers_of_text(model: nn.Module, device: torch.device) -> Layers:
+def layers_of_text(state: ModelState, device: torch.device) -> Layers:
     """Return the layers of a language model, from one run on a short text that is cached; none if it fails."""
 
     def observed() -> Layers:
-        text = torch.tensor([plain_token_ids(model, _LENGTH)], device=device)
-        return _observe(Call(model, (), {"input_ids": text}, text), text)
+        text = torch.tensor([plain_token_ids(state.model, _LENGTH)], device=device)
+        return _observe(Call(state, (), {"input_ids": text}, text), text)
 
-    call = Call(model, (), {}, torch.empty(0, device=device))
-    return call.cached(layers_of_text, observed)
+    return state.cached(layers_of_text, observed)
 
 
 def _observe(call: Call, given: Tensor) -> Layers:
-    marks = _Marks(call.model)
+    marks = _Marks(call.state.modules)
     with suppress(Exception):  # a model may not run on one image
         with call.experiment(marks.hooks()), marks:
             call(given)
@@ -118,16 +117,16 @@ def _observe(call: Call, given: Tensor) -> Layers:
 class _Marks(Interception):
     """Marks each tensor, by the address of its memory, with the attentions from which it is computed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.attended: list[_Attended] = []
-        self._model, self._runs = model, 0
+        self._modules, self._runs = modules, 0
         self._inputs: list[tuple[int, list[Tensor]]] = []  # of the running modules: number of the call, tensors
         self._marks: dict[int, int] = {}
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
-        for name, module in module_paths(self._model):
+        for name, module in self._modules.items():
             if module._modules:
                 yield Hook(module, partial(self._enter, name, module), before=True)
                 yield Hook(module, partial(self._leave, name), before=False)

@@ -21,7 +21,7 @@ from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
-from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
+from vitflow.models.parts import ModelState, check_recordable, modules_of, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, known_blocks
 from vitflow.recording.experiment import Call
@@ -29,6 +29,7 @@ from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
     autocast_state,
+    has_running_norms,
     hooked,
     model_lock,
     refuse_checkpointing,
@@ -149,12 +150,13 @@ class record_attention:
             self._of_text: Layers | None = None  # of a language model
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
+            modules = modules_of(self._called)
             if self._attention:
-                check_recordable(self._model)
+                check_recordable(self._model, modules)
             stack.enter_context(hooked(self._fixed_hooks()))
-            if self._gradients or self._cut:
+            if (self._gradients or self._cut) and has_running_norms(modules):
                 stack.enter_context(ContiguousNorms())
-            if runs_compiled(self._called):
+            if runs_compiled(modules):
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
@@ -195,9 +197,10 @@ class record_attention:
             self._listening.watch = self._watch
         yield from self._watch.hooks()
 
-    def _watch_modules(self) -> None:
+    def _watch_modules(self, state: ModelState) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
-        attending = may_attend(self._model) if self._attention else {}
+        paths = state.cached(may_attend, lambda: tuple(may_attend(self._model))) if self._attention else ()
+        attending = {path: state.modules[path] for path in paths}
         if attending != self._watched:
             self._unhook()
             self._watched = attending
@@ -263,8 +266,8 @@ class record_attention:
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        trace = self.trace
-        self._watch_modules()
+        trace, state = self.trace, ModelState(self._model)
+        self._watch_modules(state)
         self._listening.begin_pass()
         trace.begin()
         text = reads_text(args, kwargs)
@@ -283,7 +286,7 @@ class record_attention:
             self._listening.tokens = given.shape[1]
             refuse_static(reads_cache(kwargs))
             if self._of_text is None and self._attention:
-                self._of_text = layers_of_text(self._model, given.device)
+                self._of_text = layers_of_text(state, given.device)
             self._listening.modules = self._of_text or Layers()
             return args, kwargs
         if 0 in given.shape:
@@ -291,7 +294,7 @@ class record_attention:
         pixels = given
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
-        self._listening.call = Call(self._model, args, kwargs, given, autocast_state(given.device))
+        self._listening.call = Call(state, args, kwargs, given, autocast_state(given.device))
         if self._attention:
             self._listening.modules = layers_of_image(self._listening.call)
         trace.begin(pixels, self._outputs, self._listening.call)
