@@ -109,7 +109,8 @@ def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_
     page = (tmp_path / "out" / "report.html").read_text()
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
     assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
-    assert page.count("data:image/png;base64,") == len(drawn) + 1  # and the maps of three images
+    photographs = 3 * 3  # with the maps of two methods
+    assert page.count("data:image/jpeg;base64,") == len(drawn) + photographs and len(page) < 3e6
     assert (answers := verdict(actual)) and all(answer.sentence in page for answer in answers)
 
     monkeypatch.setattr(results, "draw_charts", lambda *_: {})

@@ -53,6 +53,7 @@ def open_page(browser, saved):
         def open_in(scheme: str):
             page = windows.enter_context(watched(browser, 1100, color_scheme=scheme))
             page.goto(saved[1].as_uri())
+            page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
             return page
 
         yield open_in
@@ -70,9 +71,8 @@ def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):
 
 def test_every_number_of_the_tables_is_there(open_page, saved):
     actual, page = saved[0], open_page("light")
-    sections = page.locator("main section:not(#examples)")
-    for number, group in enumerate(actual.groups[:-1]):  # rank correlation has other tables
-        table = sections.nth(number).locator("table.numbers").first
+    for group in actual.groups[:-1]:  # rank correlation has other tables
+        table = page.locator(f"#{group} table.numbers").first
         head = [text.replace("\xa0", " ") for text in table.locator("thead th").all_inner_texts()]
         metrics = [metric for metric in actual.metrics if metric.group == group]
         control = {"localisation": "roc_auc", "faithfulness": "deletion_auc"}.get(group)
@@ -110,17 +110,20 @@ def test_the_page_shows_the_best_the_middle_and_the_worst_image(open_page, saved
     auc = [entry["values"]["gae"]["roc_auc"] / 2 + 0.25 for entry in actual.images]  # a constant map has 0.5
     names = [entry["input"] for _, entry in sorted(zip(auc, actual.images, strict=True), key=lambda pair: -pair[0])]
     assert list(actual.extremes) == names and list(actual.extremes.values()) == pytest.approx(sorted(auc)[::-1])
-    text = page.locator("#examples .description").inner_text()
-    assert all(f"{name} ({value:.3f})" in text for name, value in actual.extremes.items())
+    heads = page.locator("#examples h3").all_inner_texts()
+    for (name, value), head in zip(actual.extremes.items(), heads, strict=True):
+        assert head.startswith(f"{name}: ") and head.endswith(f" {value:.3f}")
+    titles = page.locator("#examples figcaption").all_inner_texts()
+    assert titles == ["photograph", "gae", METHOD] * 3
     assert (saved[1].parent / "figures" / "examples.png").exists()
 
 
 def test_charts_are_loaded_in_light_and_in_dark(open_page):
     for scheme in ("light", "dark"):
         page = open_page(scheme)
-        charts = page.locator("figure img")
-        assert charts.count() == 5
-        assert all(charts.nth(k).evaluate("image => image.naturalWidth > 200 && image.complete") for k in range(5))
+        charts = page.locator(".chart img")
+        assert charts.count() == 4
+        assert all(charts.nth(k).evaluate("image => image.naturalWidth > 200 && image.complete") for k in range(4))
         inverted = charts.first.evaluate("image => getComputedStyle(image).filter !== 'none'")
         assert inverted == (scheme == "dark")
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -130,8 +133,7 @@ def test_charts_are_loaded_in_light_and_in_dark(open_page):
 
 def test_differences_open_and_report_their_interval(open_page, saved):
     page = open_page("light")
-    details = page.locator("main details").first
-    details.locator("summary").click()
+    details = page.locator("#localisation details")
     matrix = details.locator("table.matrix").nth(2)  # ROC-AUC
     cells = matrix.locator("tbody tr").first.locator("td")
     difference = next(d for d in saved[0].differences("roc_auc") if (d.first, d.second) == ("gae", "random"))
@@ -140,3 +142,16 @@ def test_differences_open_and_report_their_interval(open_page, saved):
     place = cells.all_inner_texts().index(text)
     assert "of 3 images" in cells.nth(place).get_attribute("title")
     assert cells.nth(place).get_attribute("class") == ("better" if difference.is_clear else "unclear")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_reader_sees_the_verdict_five_numbers_and_three_images_first(browser, saved, width):
+    with watched(browser, width) as page:
+        page.goto(saved[1].as_uri())
+        assert page.locator("details[open]").count() == 0 and page.locator("table:visible").count() == 1
+        assert page.locator("table.main thead th").count() == 5
+        table, window = page.locator("table.main").bounding_box(), page.evaluate("window.innerWidth")
+        assert table["x"] + table["width"] <= window == width
+        heights = page.evaluate("document.documentElement.scrollHeight"), page.locator("#examples").bounding_box()
+        assert width < 1000 or heights[0] <= 2500
+        assert page.locator(".verdict").first.bounding_box()["y"] < table["y"] < heights[1]["y"]

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
@@ -41,10 +42,12 @@ from vitflow.images.typesetting import (
     style_axes,
     wrap,
 )
-from vitflow.viewer.pages import Page, data_uri, make_html
+from vitflow.viewer.pages import Page, data_uri, make_html, thumbnail
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
 _ROW, _PANEL, _AROUND, _PAD, _TITLE_PAD = 0.19, 1.45, 0.55, 0.08, 0.3
+# Maps of each photograph on the page, and the longer side of an image, in pixels.
+_MAPS_SHOWN, _SIDE = 4, 420
 # CSS pixels per inch of every figure, so that their text has the same size.
 _PIXELS = 108
 
@@ -163,7 +166,7 @@ class Evaluation(Tables):
         charts = draw_charts(self)
         figures = {f"{name}.{suffix}": chart for name, chart in charts.items() for suffix in ("png", "svg")}
         figures |= {f"grid-{index}.png": figure for index, figure in enumerate(self.grids, start=1)}
-        figures |= {} if self.examples is None else {"examples.png": self.examples}
+        figures |= {} if self.examples is None else {"examples.png": self.examples.figure()}
         for name, figure in figures.items():
             save_figure(figure, folder / "figures" / name)
         page = make_html(
@@ -172,13 +175,26 @@ class Evaluation(Tables):
             verdict=verdict(self),
             notes=self.notes,
             groups={name: group for name, group in GROUPS.items() if name in self.groups},
+            maps_shown=_MAPS_SHOWN,
+            examples=self._shown_examples(),
             charts={name: _image(figure, "svg") for name, figure in charts.items()},
-            grids=[_image(grid, "png") for grid in self.grids],
-            examples=None if self.examples is None else _image(self.examples, "png"),
+            grids=[_image(grid, "jpeg") for grid in self.grids],
             confidence=round(100 * CONFIDENCE),
             baselines=sum(map(self.is_baseline, self.methods)),
         )
         return Page(page).save(folder / "report.html")
+
+    def _shown_examples(self) -> list[dict[str, Any]]:
+        """Return the photographs of the page, each with the maps of the best methods."""
+        examples = []
+        best = [method for method, _ in self.ranking(self.lead.name)[:_MAPS_SHOWN]] if self.lead else []
+        chosen = [self.methods.index(method) for method in self.shown_methods if method in best]
+        for maps in self.examples.images if self.examples else ():
+            images = {"photograph": maps[0].image} | {self.methods[index]: maps[index].overlay() for index in chosen}
+            shown = [{"title": title, "data": data_uri(thumbnail(image, _SIDE))} for title, image in images.items()]
+            name, value = maps[0].source, self.extremes[maps[0].source]
+            examples.append({"name": name, "value": value, "label": maps[0].label, "images": shown})
+        return examples
 
 
 def _write(path: Path, text: str) -> None:
@@ -189,8 +205,12 @@ def _write(path: Path, text: str) -> None:
 
 def _image(figure: Figure, suffix: str) -> dict[str, Any]:
     """Return a figure as a data URI, and its width on the page."""
-    kind = {"svg": "svg+xml", "png": "png"}[suffix]
-    return {"data": data_uri(figure_bytes(figure, f".{suffix}"), kind), "width": round(_PIXELS * figure.get_figwidth())}
+    width, svg = round(_PIXELS * figure.get_figwidth()), suffix == "svg"
+    data = figure_bytes(figure, ".svg" if svg else ".png")
+    if not svg:  # photographs
+        with Image.open(io.BytesIO(data)) as image:
+            data = thumbnail(np.asarray(image.convert("RGB")), 2 * width)
+    return {"data": data_uri(data, "svg+xml" if svg else suffix), "width": width}
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------

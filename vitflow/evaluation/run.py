@@ -28,7 +28,7 @@ from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_same
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals, is_blurred
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
-from vitflow.evaluation.targets import ImageGrid, choose_target, draw_examples, draw_grids, make_grids, random_order
+from vitflow.evaluation.targets import ImageGrid, choose_target, draw_grids, explain_samples, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.columns import failed_row, pack_half, unpack_half
 from vitflow.folder.saved import run_fingerprint
@@ -172,7 +172,7 @@ def evaluate(
         with finishing(output):
             samples = {sample.name: sample for sample in dataset.samples}
             extremes = [samples[name] for name in evaluation.extremes]
-            evaluation = replace(evaluation, examples=draw_examples(extremes, explainer, protocol.methods))
+            evaluation = replace(evaluation, examples=explain_samples(extremes, explainer, protocol.methods))
             if grids:
                 best = [name for name, _ in evaluation.ranking("grid_auc")] if "grid_auc" in evaluation.values else []
                 evaluation = replace(evaluation, grids=draw_grids(grids, explainer, protocol.methods, best))

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.analysis.comparison import Comparison
 from vitflow.errors import check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
@@ -92,7 +93,7 @@ class Tables:
         kind: the kind of the images.
         skipped: notes on groups, methods and files that were left out.
         grids: figures of some grids of four images with their maps, if grids were measured and saved.
-        examples: figure of the maps of the images of `extremes`, if the evaluation was saved.
+        examples: maps of the images of `extremes` by all methods, if the evaluation was saved.
     """
 
     data: str
@@ -104,7 +105,7 @@ class Tables:
     kind: str = "images"
     skipped: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
-    examples: Figure | None = None
+    examples: Comparison | None = None
 
     @cached_property
     def images(self) -> tuple[Mapping[str, Any], ...]:
@@ -310,7 +311,8 @@ class Tables:
     def main_metrics(self) -> list[Metric]:
         """The metrics to read first, at most five: all if they are no more, else those of `_MAIN`, else the first."""
         few = len(self.metrics) <= len(_MAIN)
-        return [m for m in self.metrics if few or m.name in _MAIN] or list(self.metrics[: len(_MAIN)])
+        main = [] if few else [METRICS[name] for name in _MAIN if name in self.values]
+        return main or list(self.metrics[: len(_MAIN)])
 
     def overview(self, group: str | None = None) -> Table:
         """Return means ± standard errors: a row per method, a column per metric of a group and one of its controls.

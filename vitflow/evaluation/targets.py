@@ -206,8 +206,10 @@ def random_order(name: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 
 
-def draw_examples(samples: Sequence[Sample], explainer: Explainer, methods: Sequence[ChosenMethod]) -> Figure | None:
-    """Draw the maps of images for their targets: a row per image, a column per method; None if no image is readable."""
+def explain_samples(
+    samples: Sequence[Sample], explainer: Explainer, methods: Sequence[ChosenMethod]
+) -> Comparison | None:
+    """Return the maps of images for their targets, in the order of the methods; None if no image is readable."""
     rows = []
     for sample in samples:
         with suppress(VitflowError, OSError):  # no longer readable
@@ -215,7 +217,7 @@ def draw_examples(samples: Sequence[Sample], explainer: Explainer, methods: Sequ
             target = choose_target(image, explainer.num_classes, explainer.class_names).target
             maps = explainer.explain_batch([image.image], methods=methods, targets=target, names=[sample.name])
             rows.append(tuple(maps))
-    return Comparison(tuple(rows)).figure() if rows else None
+    return Comparison(tuple(rows)) if rows else None
 
 
 def draw_grids(

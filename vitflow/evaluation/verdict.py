@@ -115,7 +115,7 @@ def notes_on(tables: Tables) -> list[str]:
         )
     seconds = {name: sum(image["group_seconds"].get(name, 0.0) for image in images) for name in settings["groups"]}
     if images and (total := sum(seconds.values())):
-        times = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items())
+        times = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
         notes.append(f"Measuring took {total:.0f} s besides the maps: {times}.")
     checked = sum("sanity" in image["groups"] for image in images)
     if checked:
