@@ -100,6 +100,7 @@ def desk(tmp_path, monkeypatch) -> Path:
     for shade in range(16):
         writer.write(np.full((48, 64, 3), 10 * shade, np.uint8))
     writer.release()
+    (tmp_path / "labels.csv").write_text("file,label_index\n1.jpg,0\n2.jpg,1\n")
     (tmp_path / "names.txt").write_text("tabby\ntiger cat\nPersian cat\n")
     return tmp_path
 

@@ -13,7 +13,8 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError
 from vitflow.folder.batch_explainer import map_of
-from vitflow.folder.draw import draw_run, read_grids, report_run
+from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.report import report_run
 
 
 def actual(out: Path) -> dict[str, dict[str, np.ndarray]]:

@@ -21,9 +21,10 @@ from vitflow.cli import cli
 from vitflow.cli.options import make_explainer
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.batch_explainer import map_of
-from vitflow.folder.draw import draw_run, read_grids, report_run
+from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Request, Worker, explain_inputs
+from vitflow.folder.report import report_run
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import make_job
 

@@ -31,8 +31,9 @@ from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.draw import draw_run, report_run
+from vitflow.folder.draw import draw_run
 from vitflow.folder.plan import list_inputs
+from vitflow.folder.report import report_run
 from vitflow.folder.run import decoder_count
 from vitflow.folder.saved import SavedRun
 

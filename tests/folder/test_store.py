@@ -20,7 +20,8 @@ from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder import saved, store
-from vitflow.folder.draw import draw_run, read_grids, report_run
+from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.report import report_run
 from vitflow.folder.saved import FILE, SavedRun, checksum
 from vitflow.folder.store import Run
 

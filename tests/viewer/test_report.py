@@ -1,8 +1,10 @@
 """The report in a real browser: what a reader sees, does and is safe from."""
 
+import csv
 import json
 import re
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from tests.folder.test_run import fill, image_bytes, tiny_model
 from tests.references import patch_box
 from tests.viewer.waiting import until, watched
 from vitflow import explain_folder
-from vitflow.folder.draw import read_grids, report_run
+from vitflow.errors import OptionError
+from vitflow.folder.draw import read_grids
+from vitflow.folder.report import report_run
 from vitflow.folder.saved import FILE
 from vitflow.images.geometry import Placement, place
 from vitflow.images.overlay import blend, scale_range
@@ -221,6 +225,68 @@ def test_long_runs_get_several_pages(tmp_path):
             assert image["image"].startswith("data:image/jpeg;base64,")
             shown.append(image["name"])
     assert shown == [row["input"] for row in summary if row["status"] == "explained"]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A run with labels: one is right, one wrong, one of no class, one by an index, and the other images have none."""
+    summary = make_run(tmp_path_factory.mktemp("labels"), report=False, methods=["rollout", "gae"])
+    rows = [row for row in summary if row["status"] == "explained"]
+    best = [row["predicted_index"] for row in rows]
+    table = summary.output.parent / "labels.csv"
+    given = [("", CLASSES[best[0]]), ("", CLASSES[best[1] - 1].upper()), ("", "zebra"), (best[3], "ignored")]
+    with table.open("w", newline="") as file:
+        lines = [(row["input"], *one) for row, one in zip(rows, given, strict=False)]
+        csv.writer(file).writerows([("file", "label_index", "label"), *lines, ("elsewhere.jpg", "", "cat")])
+    return report_run(summary.output, labels=table), rows
+
+
+def test_labels_are_compared_with_the_predictions(browser, labelled):
+    report, rows = labelled
+    with watched(browser) as page:
+        page.goto(report.as_uri())
+        reported = page.locator(".summary").nth(1).text_content()
+        assert reported == "Labels: 2 of 3 right (66.7%); 1 with a label that is no class: zebra; 3 without a label"
+        page.locator("#sort").select_option("-wrong")
+        first = page.locator(".card").first
+        assert first.locator(".name").text_content() == rows[1]["input"]
+        assert first.locator(".wrong").text_content() == f"true: {CLASSES[rows[1]['predicted_index'] - 1]}"
+        assert page.locator(".card .wrong").count() == 1 and page.locator(".card .right").count() == 2
+        others = [f"{CLASSES[index]} {value:.1%}".replace("%", " %") for index, value in rows[0]["top"][1:]]
+        assert page.locator("#others").text_content().endswith(f"also {', '.join(others)}")
+
+
+def test_the_strip_has_the_mean_map_of_each_class(browser, labelled):
+    report, rows = labelled
+    with watched(browser) as page:
+        page.goto(report.as_uri())
+        counts = Counter(CLASSES[row["predicted_index"]] for row in rows)
+        wanted = [f"{name} · {count}" for name, count in counts.most_common() if count > 1]
+        assert wanted and sorted(page.locator(".mean span").all_text_contents()) == sorted(wanted)
+        draw = "document.querySelector('.mean canvas').toDataURL()"
+        before = page.evaluate(draw)
+        page.get_by_role("tab", name="gae").click()
+        assert page.evaluate(draw) != before
+        page.locator(".mean").first.click()
+        assert page.locator(".card").count() == counts.most_common()[0][1]
+
+
+def test_labels_are_folders_by_name_and_others_are_refused(tmp_path):
+    source = fill(tmp_path / "in", 4)
+    for number, name in enumerate(("dog", "CAT", "heffalump")):
+        (source / name).mkdir()
+        (source / f"{number}.jpg").rename(source / name / f"{number}.jpg")
+    model = tiny_model()
+    model.pretrained_cfg["label_names"] = CLASSES
+    output = explain_folder(source, tmp_path / "out", model=model, recursive=True, workers=0).output
+    assert "heffalump" in report_run(output, labels="folders").read_text()
+    (tmp_path / "wrong.csv").write_text("name,class\n3.jpg,dog\n")
+    (tmp_path / "none.csv").write_text("file,label\n3.jpg,heffalump\n")
+    (tmp_path / "other.csv").write_text("file,label\n9.jpg,dog\n")
+    refused = {"wrong": "column 'file'", "none": "'heffalump'", "other": "none for these", "no": "No such"}
+    for name, words in refused.items():
+        with pytest.raises(OptionError, match=words):
+            report_run(output, labels=tmp_path / f"{name}.csv")
 
 
 def test_a_run_that_was_stopped_has_a_report_too(tmp_path):

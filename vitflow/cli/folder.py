@@ -156,8 +156,15 @@ def draw(run: Path, **given: Any) -> None:
 
 @click.command(short_help="Write an HTML report of a folder run.", panel="Many images")
 @click.argument("output", metavar="OUT", type=shared.FOLDER)
-def report(output: Path) -> None:
+@shared.option(
+    "",
+    "--labels",
+    "folders|FILE.csv",
+    "True classes, to compare the predictions with: the names of the images' folders, or a table with the columns file "
+    "and label or label_index.",
+)
+def report(output: Path, labels: str | None) -> None:
     """Write report.html, a self-contained page, into OUT, the output folder of `vitflow folder`."""
-    from vitflow.folder.draw import report_run
+    from vitflow.folder.report import report_run
 
-    click.echo(printable(report_run(output)))
+    click.echo(printable(report_run(output, labels=labels)))

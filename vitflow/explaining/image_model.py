@@ -193,7 +193,7 @@ class ImageModel:
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that the maps of this explainer depend on, for JSON.
 
-        Weights, code and class names are hashes (see `vitflow.models.identity`), and the device is its type.
+        Weights and code are hashes (see `vitflow.models.identity`), and the device is its type.
         """
         return {
             **self.model_info.fingerprint(),

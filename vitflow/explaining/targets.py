@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,8 @@ from vitflow.registry.choices import Chosen
 
 # An error about an unknown class lists the names of at most this many classes.
 _LISTED_CLASSES = 20
+# Number of the most probable classes that a score keeps: a class and three others.
+_TOP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Score:
         sides: class indices of a contrast.
         opposed: class names of a contrast.
         single: whether it is the sigmoid of the model's only logit.
+        top: the most probable classes with their probabilities, at most four.
     """
 
     name: str = ""
@@ -46,6 +49,7 @@ class Score:
     sides: tuple[int, int] | None = None
     opposed: tuple[str, str] | None = None
     single: bool = False
+    top: tuple[tuple[int, float], ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def of(cls, scores: Tensor, index: int, outputs: Outputs) -> "Score":
@@ -59,7 +63,10 @@ class Score:
         name = outputs.names[index] if outputs.names else f"class {index}"
         unit = {"value": outputs.unit, "cosine": "cosine"}.get(outputs.activation, "probability")
         single = unit == "probability" and len(scores) == 1
-        return cls(name, float(scores[index]), unit, index, int(scores.argmax()), bool(outputs.names), single=single)
+        most = scores.float().topk(min(_TOP, len(scores)) if unit == "probability" else 0)
+        top = tuple(zip(most.indices.tolist(), most.values.tolist(), strict=True))
+        value, best = float(scores[index]), int(scores.argmax())
+        return cls(name, value, unit, index, best, bool(outputs.names), single=single, top=top)
 
     @property
     def class_name(self) -> str | None:

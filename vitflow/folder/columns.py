@@ -61,6 +61,7 @@ _COLUMNS = {
     "target": ("text", _SCORE),
     "value": ("number", _SCORE),
     "predicted_index": ("whole", f"{_SCORE} results"),
+    "top": ("json", ""),
     "ranks": ("json", ""),
     "model": ("text", "manifest"),
     "weights_sha256": ("text", "manifest"),

@@ -1,10 +1,9 @@
-"""Outputs from the maps of a run: overlays, the report, and the notebook display."""
+"""Outputs from the maps of a run: overlays, and the notebook display."""
 
 import contextlib
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, check_known, printable, whole_number
-from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
-from vitflow.folder.columns import Maps, Row, by_rank, placement_of
+from vitflow.folder.columns import Maps, Row, placement_of
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import Job, SaliencyMaps, in_order
@@ -28,7 +26,6 @@ from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
-from vitflow.registry.method_table import get_method, is_signed
 
 # The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
@@ -117,10 +114,11 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     [(12, 12), (12, 12), (12, 12)]
     """
     with SavedRun(run) as saved:
-        yield from _explained(saved, where)
+        yield from explained(saved, where)
 
 
-def _explained(run: SavedRun, where: str | None) -> Iterator[tuple[Row, Maps]]:
+def explained(run: SavedRun, where: str | None) -> Iterator[tuple[Row, Maps]]:
+    """Yield the rows of explained images with their maps."""
     return ((row, maps) for row, maps in run.with_maps(where=where) if row["status"] == "explained")
 
 
@@ -197,7 +195,7 @@ def draw_run(
 
         results, cores = [], os.cpu_count() or 1
         with ThreadPoolExecutor(cores, thread_name_prefix="vitflow-draw") as threads:
-            rows = islice(_explained(saved, where), limit)
+            rows = islice(explained(saved, where), limit)
             for drawn in in_order((threads.submit(draw, *pair) for pair in rows), 2 * cores):
                 results.append(drawn)
                 progress(drawn)
@@ -218,59 +216,6 @@ def read_photograph(row: Mapping[str, Any], root: str) -> NDArray[np.uint8]:
     if decoded.image.shape[:2] != (row["height"], row["width"]):
         raise ShapeError(f"The image does not have the size in its row, {row['width']} × {row['height']} pixels.")
     return decoded.image
-
-
-def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
-    """Write the report of a run, `report.html` and further pages, and return the first page's path.
-
-    Args:
-        output: the run's output folder.
-        options: `per_page` of the report.
-
-    Raises:
-        OptionError: the folder has no run, or its record is damaged.
-    """
-    from vitflow.viewer.pages import FAILURES_SHOWN, placed_grids, thumbnail, write_report
-
-    with open_run(output) as saved:
-        run = saved.fingerprint
-        run = {**run, "signed": {label: is_signed(str(name)) for label, name in run["methods"].items()}}
-        counts, failures = Counter[str](), list[Row]()
-        for row, _ in saved.with_maps():
-            counts[row["status"]] += 1
-            if row["status"] == "failed" and len(failures) < FAILURES_SHOWN:
-                failures.append(row)
-
-        def images() -> Iterator[list[Row]]:
-            """Yield the rows of each explained image, one for each target, with photograph and maps."""
-            for row, maps in _explained(saved, None):
-                placed = [(placement_of(row["placement"], label), grid.shape) for label, grid in maps.items()]
-                shown: Row = {**placed_grids(placed or [(placement_of(row["placement"]), (1, 1))]), "photograph": None}
-                try:
-                    shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
-                except (VitflowError, OSError) as error:
-                    shown["no_photograph"] = printable(str(error))
-                rows = [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
-                # Methods without classes have one map, which each target shows.
-                yield [
-                    each | {name: rows[0][name] | each[name] for name in ("grids", "facts", "outputs")} for each in rows
-                ]
-
-        named = {label: _described(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, images(), failures, counts, named=named, **options)
-
-
-def _described(run: Mapping[str, Any], label: str) -> tuple[str, str]:
-    """Return a method's label, with its `variant` and whether it is class-specific, and its departures.
-
-    For a custom method or an edited record, it is the label alone.
-    """
-    try:
-        method, options = get_method(run["methods"][label]), run["options"][label]
-        words = filter(None, (variant(method, options), "" if method.class_specific else NOT_SPECIFIC))
-        return f"{label} ({text})" if (text := ", ".join(words)) else label, departures(method, options)
-    except (OptionError, KeyError, TypeError, ValueError, AttributeError):
-        return label, ""
 
 
 # -- the display in a notebook

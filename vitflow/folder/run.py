@@ -18,10 +18,11 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target, is_several
 from vitflow.folder.columns import by_rank, check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.draw import SHOWN, check_drawing, report_run, show_run
+from vitflow.folder.draw import SHOWN, check_drawing, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import clear_outputs, is_done, list_inputs, remove_orphans
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
+from vitflow.folder.report import report_run
 from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of

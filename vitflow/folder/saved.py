@@ -248,7 +248,7 @@ _KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
 _MESSAGES = {
     "weights_sha256": "the model has other weights",
     "state_sha256": "the model has other code, attributes or hooks",
-    "class_names_sha256": "the classes have other names",
+    "class_names": "the classes have other names",
     "outputs.state_sha256": "the function of the outputs was changed",
     "outputs.weights_sha256": "the function of the outputs has other weights",
     "outputs.reference.state_sha256": "the function subtracted from the outputs was changed",

@@ -272,7 +272,8 @@ def explained_row(maps: SaliencyMaps, job: Job) -> Row:
 
 def _score_columns(saliency: Saliency) -> dict[str, Any]:
     columns = saliency.score.to_dict().items()
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in columns}
+    top = [[index, round(value, 6)] for index, value in saliency.score.top]
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in columns} | {"top": top}
 
 
 # -- the order and progress of runs

@@ -1,7 +1,5 @@
 """Information on an image model: its name, the preprocessing of its images, and its outputs."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,13 +40,12 @@ class ModelInfo:
     note: str = ""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the metadata for JSON, class names as a hash."""
-        names = None if self.outputs.names is None else json.dumps(self.outputs.names).encode()
+        """Return the metadata for JSON."""
         return {
             "model": self.id,
             "input": asdict(self.input),
             "activation": self.outputs.activation,
-            "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
+            "class_names": None if self.outputs.names is None else list(self.outputs.names),
             "layout": None if self.layout is None else asdict(self.layout),
             **({"outputs": custom} if (custom := self.outputs.fingerprint()) else {}),
             **({"note": self.note} if self.note else {}),

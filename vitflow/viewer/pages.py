@@ -33,6 +33,8 @@ from vitflow.images.geometry import Placement
 from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, color_table, is_soft, scale_range
 from vitflow.images.typesetting import decimal
 
+#: Names of the classes by index, if they are known.
+Names = Sequence[str] | None
 #: Maximum number of failed inputs listed on a page; the manifest lists all.
 FAILURES_SHOWN = 200
 
@@ -200,6 +202,7 @@ def write_report(
     counts: Mapping[str, int],
     *,
     named: Mapping[str, tuple[str, str]] | None = None,
+    labels: str | None = None,
     per_page: int = 300,
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
@@ -212,10 +215,12 @@ def write_report(
         run: settings of the run: "root", "model", "methods", "options", "drawing", …, and whether maps of each method
             are "signed".
         images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
-            reason as "no_photograph"; the "grids" of its maps; and their `placed_grids`.
+            reason as "no_photograph"; the "grids" of its maps; their `placed_grids`; and the index of its true class
+            as "truth", or None, if there are labels.
         failures: rows of the first images that failed.
         counts: number of "explained" and "failed" images.
         named: the displayed name of each method, and how its options differ from its publication, as text.
+        labels: how the predictions compare with the labels, as text; None without labels.
         per_page: number of images per page.
     """
     drawing, remaining = run["drawing"], iter(images)
@@ -239,6 +244,7 @@ def write_report(
             explained=counts["explained"],
             failed=counts["failed"],
             failures=failures if number == 1 else [],
+            labels=labels,
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods={label: name for label, (name, _) in named.items()},
             data={"images": entries, **shared},
@@ -264,12 +270,29 @@ def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict
         "label": row["target"] or "",
         "predicted": row["target"] is not None and row["class_index"] == row.get("predicted_index"),
         "probability": row["probability"],
+        **_classes(row, run.get("class_names")),
         "maps": {
             name: _map(grid, run, run["signed"].get(name, True), row["facts"].get(name, {}) | record)
             for name, grid in row["grids"].items()
         },
         "overlays": {name: _link(path) for name, path in row["outputs"].items()},
     }
+
+
+def _classes(row: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the predicted class of an image, other probable classes than its target, and its true class, by name."""
+
+    def name_of(index: int | None) -> str:
+        return "" if index is None else names[index] if names and index < len(names) else f"class {index}"
+
+    others = [[name_of(index), value] for index, value in row.get("top") or () if index != row["class_index"]]
+    classes: dict[str, Any] = {
+        "prediction": name_of(row.get("predicted_index")) if row.get("rank", 1) == 1 else "",
+        "others": others[:3],
+    }
+    if (truth := row.get("truth")) is not None:
+        classes |= {"truth": name_of(truth), "wrong": truth != row.get("predicted_index")}
+    return classes
 
 
 def _link(path: str) -> str:

@@ -1,11 +1,18 @@
 // The report of a folder run: a gallery, and the image that is looked at.
 const { images, tables, alpha, departures } = data, { background, contours } = data.drawing;
 const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
+const MEANS = 12; // classes in the strip of mean maps
 let method = methods[0], visible = [], current = null;
 images.forEach((image, order) => { image.order = order; });
 
 // A map that does not depend on the class has no more to do with the predicted one.
 const labelOf = (image) => `${image.predicted ? "predicted: " : ""}${image.label}`;
+
+// The true class of an image, if it has one and the prediction is another.
+function truthOf({ truth, wrong, prediction, label }) {
+  const text = wrong ? `true: ${truth}${prediction && prediction !== label ? `, predicted: ${prediction}` : ""}` : "right";
+  return Object.assign(document.createElement("span"), { className: `class ${wrong ? "wrong" : "right"}`, textContent: text });
+}
 
 // Cards of the gallery, drawn when they come into sight.
 const sight = new IntersectionObserver((entries) => {
@@ -40,6 +47,7 @@ function makeCard(image) {
   name.className = "name"; name.textContent = image.name;
   label.className = "class"; label.textContent = [labelOf(image), percent(image.probability)].filter(Boolean).join(" · ");
   card.append(frame, name, label);
+  if ("truth" in image) card.append(truthOf(image));
   card.addEventListener("click", () => { select(image); bringIn(card); });
   image.card = card; image.opacity = alpha;
   sight.observe(card);
@@ -84,6 +92,7 @@ function show() {
   $("name").textContent = image.name;
   $("label").textContent = labelOf(image);
   $("probability").textContent = percent(image.probability);
+  $("others").replaceChildren(...("truth" in image ? [truthOf(image), " "] : []), image.others.length ? `also ${image.others.map(([name, value]) => `${name} ${percent(value)}`).join(", ")}` : "");
   $("reading").textContent = `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value`;
   $("original").href = image.link; $("overlay").href = image.overlays[method] || "";
   $("overlay").hidden = !image.overlays[method];  // of a run that keeps the maps alone
@@ -110,7 +119,32 @@ function choose(name) {
     else { sight.unobserve(image.card); sight.observe(image.card); }
   }
   remember();
+  drawMeans();
   if (current) show();
+}
+
+// The mean map of each class that is predicted for at least two images of the page, each map with the same weight.
+function drawMeans() {
+  const groups = Map.groupBy(images.filter(({ prediction }) => prediction), ({ prediction }) => prediction);
+  const means = [...groups].map(([name, members]) => ({ name, maps: members.map(({ maps }) => maps[method]).filter(Boolean) }))
+    .map(({ name, maps }) => ({ name, maps: maps.filter(({ shape }) => String(shape) === String(maps[0].shape)) }))
+    .filter(({ maps }) => maps.length > 1).sort((a, b) => b.maps.length - a.maps.length).slice(0, MEANS);
+  $("means").hidden = !means.length;
+  $("strip").replaceChildren(...means.map(({ name, maps }) => {
+    const shape = maps[0].shape, size = [16 * shape[1], 16 * shape[0]], values = new Float64Array(shape[0] * shape[1]);
+    for (const map of maps) {
+      const total = map.values.reduce((sum, value) => sum + Math.abs(value), 0) || 1;
+      map.values.forEach((value, at) => { values[at] += value / total / maps.length; });
+    }
+    const low = Math.min(...values), high = Math.max(...values), most = Math.max(-low, high);
+    const button = document.createElement("button"), canvas = document.createElement("canvas"), caption = document.createElement("span");
+    button.type = "button"; button.className = "mean"; button.title = `Show the images of ${name}`;
+    drawHeat(canvas, { shape, values, low: low < 0 ? -most : low, high: low < 0 ? most : high }, { size, window: [0, 0, ...size] }, tables, ...size);
+    caption.textContent = `${name} · ${maps.length}`;
+    button.append(canvas, caption);
+    button.addEventListener("click", () => { $("class").value = $("class").value === name ? "" : name; arrange(); });
+    return button;
+  }));
 }
 
 function arrange() {
@@ -120,7 +154,8 @@ function arrange() {
   visible = images.filter((image) => image.name.toLowerCase().includes(text) && (!label || image.label === label)
     && (image.probability === null || (image.probability >= least && image.probability <= most)));
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
-  visible.sort((a, b) => (down ? -1 : 1) * compare(a[key] ?? 0, b[key] ?? 0) || a.order - b.order);
+  const rank = (image) => (key === "wrong" ? (image.wrong ? 1 + (image.probability ?? 0) : 0) : image[key] ?? 0); // the surest first
+  visible.sort((a, b) => (down ? -1 : 1) * compare(rank(a), rank(b)) || a.order - b.order);
   $("gallery").replaceChildren(...(visible.length ? visible.map((image) => image.card) : [nothing()]));
   $("count").textContent = visible.length === images.length ? `${visible.length} on this page` : `${visible.length} of ${images.length} on this page`;
   select(visible.includes(current) ? current : visible[0] ?? null);
@@ -154,6 +189,7 @@ function point(event) {
 const asked = readAddress();
 makeBackground(background);
 images.forEach(makeCard);
+drawMeans();
 arrange();
 recall(asked);
 $("tools").addEventListener("input", arrange);
