@@ -4,6 +4,7 @@ import io
 import json
 import random
 import struct
+import sys
 import warnings
 import zlib
 from collections import Counter
@@ -298,3 +299,9 @@ def test_mutated_data_gives_rows_or_a_sentence_and_reads_no_image_outside(folder
             ended[kind] += 1
         (folder / name).unlink()
     assert len(ended) == 3 and min(ended.values()) > 20  # or the mutations prove nothing
+
+
+def test_polygons_require_pycocotools(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycocotools.mask", None)
+    with pytest.raises(OptionError, match=r"vitflow\[evaluate\]"):
+        Region(0, [[0, 0, 9, 0, 9, 9]]).mask((10, 10))

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pycocotools import mask as coco
 
-from vitflow.errors import FrameError, OptionError, ShapeError, VitflowError
+from vitflow.errors import FrameError, OptionError, ShapeError, VitflowError, load_extra
 
 Mask = NDArray[np.bool_]
 Size = tuple[int, int]
@@ -285,7 +284,8 @@ def _mask_of_polygons(polygons: Sequence[Any], size: Size) -> Mask:
         if len(numbers) >= 6:  # fewer corners cover no pixel
             areas.append(numbers)
     mask = np.zeros(size, dtype=np.bool_)
-    for packed in coco.frPyObjects(areas, *size) if areas else ():
+    coco = load_extra("pycocotools.mask", "A polygon", "evaluate") if areas else None
+    for packed in coco.frPyObjects(areas, *size) if coco else ():
         mask |= _mask_of_runs(packed["counts"], size)
     return mask
 
