@@ -11,7 +11,7 @@ from vitflow.evaluation import coverage, evaluate, run_on_patches
 from vitflow.explaining.applying import affinity_of
 from vitflow.methods.sampling import draw_masks, mean_differences, regress
 
-REGRESSION = {"estimator": "regression", "masks": 24}
+REGRESSION = {"masks": 24}
 
 
 def scores_of(demo: Explainer, pixels, kept, target: int) -> np.ndarray:
@@ -53,11 +53,8 @@ def test_coverage_is_that_of_a_literal_computation(demo):
 
 
 def test_coverage_requires_intervals(demo):
-    for saliency in demo.explain_batch(
-        [draw_image(3).image], methods=["gae", ("sampling", {"masks": 8, "estimator": "difference"})]
-    ):
-        with pytest.raises(OptionError, match="sampling or consensus with estimator=regression"):
-            coverage(demo, saliency)
+    with pytest.raises(OptionError, match="sampling or consensus"):
+        coverage(demo, demo.explain(draw_image(3).image, method="gae"))
 
 
 def test_evaluate_reports_coverage_for_methods_with_intervals_only(demo, monkeypatch, tmp_path):
@@ -67,8 +64,8 @@ def test_evaluate_reports_coverage_for_methods_with_intervals_only(demo, monkeyp
     measured = np.isfinite(actual.values["coverage"]).sum(axis=0)
     labels = [label.partition(" ")[0].partition(":")[0] for label in actual.methods if "blurred" not in label]
     assert labels == ["gae", "sampling", "consensus", "random", "centre"]
-    assert measured.tolist() == [0, 0, 2, 0, 2, 0, 0, 0]
+    assert measured.tolist() == [0, 2, 2, 0, 0]
     assert [row[1] for row in actual.overview("intervals").rows].count("not measured") == 3
     assert "Intervals of sampling" in actual.save(tmp_path / "out").read_text(encoding="utf-8")
     with pytest.raises(OptionError, match="Skipped intervals: only sampling and consensus"):
-        evaluate("demo:3", model=demo, methods=["gae", ("sampling", {"estimator": "difference"})], metrics=["coverage"])
+        evaluate("demo:3", model=demo, methods=["gae"], metrics=["coverage"])

@@ -13,7 +13,8 @@ from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
-from vitflow.errors import NoAttentionError, OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 from vitflow.methods.sampling import draw_masks, mean_differences, regress, split_half_maps
@@ -82,8 +83,6 @@ def test_fewer_cells_make_larger_regions():
     [
         ({"masks": 1}, "masks of at least 2, got 1"),
         ({"masks": "many"}, "masks"),
-        ({"keep": 0.03}, "4 × 4 patches that leaves one of them at least and not all, got 0.03"),
-        ({"keep": float("nan")}, "got nan"),
     ],
 )
 def test_impossible_options_are_named(options, message):
@@ -92,22 +91,21 @@ def test_impossible_options_are_named(options, message):
         explainer.explain(IMAGES[0], method="sampling", **options)
 
 
-def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
+@pytest.mark.parametrize("keep", [0.03, float("nan")])
+def test_masks_keep_some_patches_and_not_all(keep):
+    with pytest.raises(OptionError, match="4 × 4 patches"):
+        draw_masks(4, 4, masks=8, keep=keep)
+
+
+def test_the_reliability_and_the_hiding_are_facts():
     model = literal_vit.timm_model("class token and registers")
     explainer = Explainer(model, data_config=DATA)
-    options = {"estimator": "difference", "masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
-    targets = np.array([3, 1])
-    actual = explainer.explain_batch(IMAGES, methods=["sampling"], targets=targets, refine=0, **options)
-    kept = draw_masks(4, 4, masks=24, keep=0.4, cells=3, seed=5)
-    for image, target, saliency in zip(IMAGES, targets.tolist(), actual, strict=True):
-        scores = by_hand_on(model, explainer.pixels(image), kept, target, prefix=4)
-        expected = np.reshape(references.mean_differences(kept.tolist(), scores), (4, 4))
-        np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-        assert expected.min() < 0 < expected.max()
-        reliability = spearman(
-            *(half.numpy() for half in split_half_maps(kept, torch.tensor(scores, dtype=torch.float64)))
-        )
-        assert saliency.facts == {"reliability": round(reliability, 3), "hidden": "tokens dropped"}
+    actual = explainer.explain(IMAGES[0], method="sampling", target=3, refine=0, masks=24, random_seed=5)
+    trace = explainer.record(IMAGES[0], keys=True, head_fusion="mean")
+    kept = draw_masks(4, 4, masks=24, seed=5, affinity=affinity_of(trace, "both", (4, 4)).matrix[0])
+    scores = torch.tensor(by_hand_on(model, explainer.pixels(IMAGES[0]), kept, 3, prefix=4), dtype=torch.float64)
+    reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
+    assert actual.facts == {"reliability": round(reliability, 3), "hidden": "tokens dropped"}
 
 
 def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
@@ -124,22 +122,6 @@ def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
     np.testing.assert_allclose(
         mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
     )
-
-    actual = explainer.explain(
-        IMAGES[0], method="sampling", estimator="difference", target=2, masks=4096, keep=0.5, refine=0
-    ).grid.ravel()
-    drawn = draw_masks(2, 3, masks=4096, keep=0.5)
-    often = [int((drawn == mask).all(dim=1).sum()) for mask in every]
-    assert sum(often) == 4096 and min(often) > 50
-    for patch in range(6):
-        having, lacking = (
-            np.average(
-                [s for s, mask in zip(scores, every, strict=True) if bool(mask[patch]) is kept],
-                weights=[n for n, mask in zip(often, every, strict=True) if bool(mask[patch]) is kept],
-            )
-            for kept in (True, False)
-        )
-        assert actual[patch] == pytest.approx(having - lacking, abs=1e-5 * np.abs(exact).max())
 
 
 class _Counted:
@@ -176,12 +158,13 @@ def test_ten_classes_and_contrasts_come_of_the_same_passes():
 def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
     model = literal_vit.timm_model()
     explainer, counted = Explainer(model, data_config=DATA), _Counted(model)
+    explainer.explain(IMAGES[0], method="sampling", target=1, masks=2)  # the experiments of a first pass
     grids = []
     for size in (1, 4, 100):
         counted.passes.clear()
-        options = {"estimator": "difference", "masks": 20, "keep": 0.25, "occlusion_batch": size, "refine": 0}
+        options = {"masks": 20, "occlusion_batch": size, "refine": 0}
         grids.append(explainer.explain(IMAGES[0], method="sampling", target=1, **options).grid)
-        assert max(counted.passes[1:]) <= max(size * 20, 17)  # 4 patches and the class token stand for 17 tokens
+        assert max(counted.passes[1:]) <= max(size * 20, 17)  # 5 patches and the class token stand for 17 tokens
     np.testing.assert_allclose(grids[1], grids[0], rtol=0, atol=1e-6)
     np.testing.assert_allclose(grids[2], grids[0], rtol=0, atol=1e-6)
 
@@ -190,7 +173,7 @@ def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
 def test_the_regression_has_the_affinity_as_its_prior(affinity):
     explainer = Explainer(load_model("demo"))
     image = sample_images()[0]
-    options = {"estimator": "regression", "masks": 40, "affinity": affinity, "target": 6}
+    options = {"masks": 40, "affinity": affinity, "target": 6}
     unrefined = explainer.explain(image, method="sampling", refine=0, **options)
     with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
         explainer.model(pixels := explainer.pixels(image))
@@ -213,23 +196,21 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     assert any("significant at 95 %" in note for note in refined._notes())
 
 
-def test_the_regression_requires_an_affinity():
+def test_models_without_an_affinity_have_the_difference_of_means():
     explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
-    with pytest.raises(NoAttentionError, match="No attention between tokens"):
-        explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="regression")
+    for requested in ({"refine": 1}, {"affinity": "keys"}):
+        with pytest.raises(VitflowError, match="atten"):
+            explainer.explain(IMAGES[0], method="sampling", masks=8, **requested)
     options = explainer.explain(IMAGES[0], method="sampling", masks=4).options
-    assert options | {"refine": 0, "estimator": "difference", "masks": 4} == options
+    assert options | {"refine": 0, "masks": 4} == options
     assert explainer.explain(IMAGES[0], method="sampling").options["masks"] == 256
-    with pytest.raises(OptionError, match="Unknown estimator 'ridge'"):
-        explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="ridge")
 
 
-@pytest.mark.parametrize("name", [name for name in ("test_resnet", "test_vit_relpos") if timm.is_model(name)])
-def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(name):
+def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so():
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5, **({} if "resnet" in name else {"img_size": 64})).eval()
+    model = timm.create_model("test_resnet", num_classes=5).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    saliency = explainer.explain(IMAGES[0], method="sampling", estimator="difference", target=3, masks=12, refine=0)
+    saliency = explainer.explain(IMAGES[0], method="sampling", target=3, masks=12)
     assert saliency.facts["hidden"].startswith("patches blanked, because tokens cannot be dropped: ")
     rows, cols = saliency.grid.shape
     pixels, kept = explainer.pixels(IMAGES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)

@@ -270,8 +270,8 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
 
 
 def has_intervals(options: Mapping[str, Any]) -> bool:
-    """Return True if values with these options have intervals: sampling and consensus with estimator="regression"."""
-    return bool(options.get("estimator") == "regression")
+    """Return True if values with these options have intervals, as those of sampling and consensus."""
+    return "masks" in options
 
 
 _SUFFIX = " (blurred)"

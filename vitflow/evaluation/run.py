@@ -58,7 +58,7 @@ _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 _MISSING = {
     "regions": "the data has no masks or boxes",
     "classes": "the model has no classes",
-    "intervals": "only sampling and consensus with estimator=regression have intervals",
+    "intervals": "only sampling and consensus have intervals",
 }
 
 

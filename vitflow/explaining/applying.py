@@ -40,8 +40,8 @@ def starts_at_readout(chosen: ChosenMethod) -> bool:
     return bool(chosen.method.needs & {"attention", "heads"}) and chosen.options.get("patch") is None
 
 
-def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `record_attention` for all that these methods need."""
+def recording_options(chosen: Chosen, model: nn.Module, *, affinity: bool = True) -> dict[str, Any]:
+    """Return the arguments of `record_attention` for all that these methods need, by default with their affinity."""
     needs = frozenset[str]().union(*(each.method.needs for each in chosen))
     gradients = "gradients" in needs
     single = any(each.options.get("head") is not None for each in chosen)
@@ -54,7 +54,7 @@ def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
     affinities = {
         each.options["affinity"]
         for each in chosen
-        if each.options.get("refine") or each.options.get("estimator") == "regression"
+        if affinity and (each.options.get("refine") or "masks" in each.options)
     }
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
     cams = [each for each in chosen if "features" in each.method.needs]

@@ -102,23 +102,27 @@ class RecordedModel(ImageModel):
             )
             return apply_methods(targeted, chosen, indices)
 
-    def _record_for(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
+    def _record_for(
+        self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any, affinity: bool = True
+    ) -> tuple[Trace, Chosen]:
         """Run one forward pass that records only what the methods need; return the methods without inapplicable steps.
 
         Value weighting and refinement are left out if the model does not support them, unless they were requested.
         """
-        options, reads = recording_options(chosen, self.model), any(map(starts_at_readout, chosen))
+        options = recording_options(chosen, self.model, affinity=affinity)
+        reads = any(map(starts_at_readout, chosen))
         try:
             return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **options), chosen
         except NoAttentionError:
             plain = [
                 each.with_options(**{n: v for n, v in WITHOUT_AFFINITY.items() if n not in each.requested})
-                if each.method.needs <= {"predict", "repeat"} and "refine" not in each.requested
+                if each.method.needs <= {"predict", "repeat"}
                 else each
                 for each in chosen
             ]
-            if plain == list(chosen):
+            if not affinity or any(each.options.get("refine") and "refine" in each.requested for each in chosen):
                 raise
+            affinity = False
         except ValueNormsError as error:
             plain = [each.with_options(value_weighted=False) for each in chosen]
             if any("value_weighted" in each.requested for each in chosen) or plain == list(chosen):
@@ -126,7 +130,7 @@ class RecordedModel(ImageModel):
             if self._unweighted != error.args[0]:
                 self._unweighted = error.args[0]
                 warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
-        return self._record_for(pixels, plain, outputs, readout)
+        return self._record_for(pixels, plain, outputs, readout, affinity)
 
     def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
         """Record one forward pass, with its readout if `reads`; a second one if the first has not recorded enough."""

@@ -50,43 +50,38 @@ class Sample:
 Converged = Callable[[int, Tensor, Tensor], bool]
 
 
-def sampling(
-    trace: TargetedTrace, *, masks: int | str, estimator: str, affinity: AffinityName, refine: int, **drawn: Any
-) -> Maps:
+def sampling(trace: TargetedTrace, *, masks: int | str, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
-    The regression draws masks in which similar patches stay together, and has the affinity of refinement as the factor
-    of its prior covariance. The noise of the map is fixed, which shrinks the weights; that of the significant patches
-    is estimated. The difference of means is over masks with and without the patch; it replaces the regression if there
-    is no affinity, unless the regression was requested. With masks="auto" each image gets masks until its map has
-    converged.
+    A regression, from masks in which similar patches stay together, has the affinity of refinement as the factor of its
+    prior covariance. The noise of the map is fixed, which shrinks the weights; that of the significant patches is
+    estimated. Without an affinity, the weight is the mean score with a patch minus that without it, from 256 masks.
+    With masks="auto" each image gets masks until its map has converged.
     """
     targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
     prior, effective = None, dict[str, Any]()
     try:
-        prior = affinity_of(trace, affinity, grid).matrix.cpu() if estimator == "regression" or refine else None
+        prior = affinity_of(trace, affinity, grid).matrix.cpu()
     except UnsupportedModelError:
-        if estimator == "regression":
-            if "estimator" in trace.requested:
-                raise
-            effective = {name: value for name, value in WITHOUT_AFFINITY.items() if name not in trace.requested}
-            estimator, masks = "difference", effective.get("masks", masks)
-    regression = estimator == "regression"
+        if "affinity" in trace.requested:
+            raise
+        effective = {name: value for name, value in WITHOUT_AFFINITY.items() if name not in trace.requested}
+        masks = effective.get("masks", masks)
 
     def estimate(image: int, kept: Tensor, scores: Tensor) -> Tensor:
         """Return the weight of each patch, [patches]."""
-        if prior is None or not regression:
+        if prior is None:
             return mean_differences(kept, scores[:, targets[image]])
         return regress(kept, scores[:, targets[image]], prior[image], noise=SMOOTHING).mean
 
     converged = _convergence(estimate, prior, refine) if masks == "auto" else None
-    similar = affinity if regression else None
+    similar = None if prior is None else affinity
     sampled = sample(trace, masks=masks, affinity=similar, converged=converged, **drawn)
     grids, facts, significant = [], [], []
     for image, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
         grids.append(estimate(image, kept, scores).reshape(grid))
         scores = scores[:, targets[image]]
-        if regression and prior is not None:
+        if prior is not None:
             posterior = regress(kept, scores, prior[image])
             significant.append((posterior.mean > NORMAL_95 * posterior.std).reshape(grid))
         reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
@@ -118,8 +113,6 @@ def sample(
     trace: TargetedTrace,
     *,
     masks: int | str,
-    keep: float,
-    cells: int,
     random_seed: int,
     occlusion_batch: int,
     affinity: AffinityName | None = None,
@@ -130,7 +123,7 @@ def sample(
     Args:
         trace: the trace of the images.
         masks: number of masks, or "auto".
-        keep, cells, random_seed: options of the masks.
+        random_seed: seed of the masks.
         occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
         affinity: the affinity of the patches that tend to stay together; None: only neighbours do.
         converged: for masks="auto".
@@ -138,14 +131,14 @@ def sample(
     batch = whole_number("occlusion_batch", occlusion_batch, 1)
     layout, grid, hidden = _hiding(trace)
     most = MOST_MASKS if masks == "auto" else whole_number("masks", masks, 2)
-    draw = partial(draw_masks, *grid, masks=most, keep=keep, cells=cells, seed=random_seed)
-    failed = ("sampling fails", keep, cells)
+    draw = partial(draw_masks, *grid, masks=most, seed=random_seed)
+    failed = "sampling fails"
     if failed in trace.cached_outputs:
         layout, hidden = None, trace.cached_outputs[failed]
     images = trace.pixels.detach().split(1)
     # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
-        ("sampling", keep, cells, random_seed, affinity), [[] for _ in images]
+        ("sampling", random_seed, affinity), [[] for _ in images]
     )
     if affinity is None:  # the same masks for all images
         masks_of = [draw()] * len(images)
@@ -237,7 +230,7 @@ def consensus(trace: TargetedTrace, **options: Any) -> Maps:
 
 def _agreements(trace: TargetedTrace, maps: Tensor, *, affinity: AffinityName, **options: Any) -> list[float | None]:
     """Return for each image the t-value of a map as the prior mean of the regression; None if it is 0 everywhere."""
-    names = ("masks", "keep", "cells", "random_seed", "occlusion_batch")
+    names = ("masks", "random_seed", "occlusion_batch")
     sampled, t_values = sample(trace, affinity=affinity, **{name: options[name] for name in names}), []
     prior, maps = affinity_of(trace, affinity, sampled.grid).matrix.cpu(), maps.cpu()
     for index, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):

@@ -204,9 +204,9 @@ _WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
 _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
 _PRODUCT = {"discard_ratio": 0.9, "residual": 0.5}
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
-_MASKS = {"masks": 64, "estimator": "regression", "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+_MASKS = {"masks": 64, "random_seed": 0, "occlusion_batch": 32}
 #: Defaults of these options for models without an affinity of patches.
-WITHOUT_AFFINITY = {"refine": 0, "estimator": "difference", "masks": 256}
+WITHOUT_AFFINITY = {"refine": 0, "masks": 256}
 
 #: The function of rollout, which needs only the product of the layers.
 ROLLOUT = "vitflow.explaining.maps:rollout"

@@ -25,9 +25,6 @@ class LayerMapOptions(TypedDict, total=False):
     pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | Literal["auto"] | None
-    estimator: Literal["regression", "difference"] | None
-    keep: float | None
-    cells: int | None
     random_seed: "int | Generator | None"
     sigma: float | None
     layers: int | str | Sequence[int] | None

@@ -224,17 +224,6 @@ OPTIONS: dict[str, Option] = {
             droppable=True,
         ),
         Option(
-            "estimator",
-            "choice",
-            "How sampling estimates a patch's weight: regression with the affinity of patches as prior, from masks in "
-            "which similar patches stay together; or difference of means, as RISE, which requires more masks.",
-            ("regression", "difference"),
-            droppable=True,
-            phrase={"difference": "difference of means", "regression": "by regression"}.__getitem__,
-        ),
-        Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
-        Option("cells", int, "Cells per side of a random mask; more cells give smaller regions.", metavar="N≥2"),
-        Option(
             "random_seed",
             int,
             "Seed of the random map, or of the masks; in Python also a torch.Generator.",
@@ -281,6 +270,7 @@ OPTIONS: dict[str, Option] = {
             ("attention", "keys", "both"),
             scope="refinement",
             default="attention",
+            droppable=True,
         ),
         Option("preset", "choice", "The published definition, if the defaults differ from it.", ("paper",)),
         _drawn(

@@ -82,7 +82,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
 
     Args:
         explainer: the explainer that made the map.
-        saliency: a map by sampling or consensus with estimator="regression", for a target.
+        saliency: a map by sampling or consensus for a target.
         masks: number of masks of the reference, which has the next seed.
 
     Raises:
@@ -95,12 +95,12 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
     True
     """
     [method] = choose_methods([(saliency.method, saliency.options)], {})
-    if method.options.get("estimator") != "regression" or saliency.target is None:
+    if "masks" not in method.options or saliency.target is None:
         raise OptionError(
-            f"Expected a map by sampling or consensus with estimator=regression for a class, got {saliency.method}, "
+            f"Expected a map by sampling or consensus for a class, got {saliency.method}, "
             "whose values have no intervals."
         )
-    drawn = {name: method.options[name] for name in ("keep", "cells", "occlusion_batch")}
+    drawn = {name: method.options[name] for name in ("occlusion_batch",)}
     seed, target, affinity = method.options["random_seed"], saliency.target, method.options["affinity"]
     count = saliency.facts.get("masks_used", method.options["masks"])
     recorded = explainer.record(shared_input([saliency]), **recording_options([method], explainer.model))
