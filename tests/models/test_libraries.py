@@ -343,12 +343,51 @@ def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
         read_input_spec(model)
 
 
-def test_attention_that_shows_no_probabilities_is_refused_by_name():
-    model = built("CLIPForImageClassification")
-    model.vision_model.config._attn_implementation = "flex_attention"
-    with pytest.raises(UnsupportedModelError, match=r"flex_attention.*set_attn_implementation\('sdpa'\)"):
+def implementations(model: nn.Module) -> list[str]:
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.mark.parametrize("name", ["CLIPForImageClassification", "ViTForImageClassification", "SiglipVisionModel"])
+def test_hidden_attention_is_switched_while_it_is_recorded_and_restored(name):
+    model, pixels = built(name), torch.randn(2, 3, 32, 32)
+    with record_attention(model) as expected, torch.no_grad():
+        output = model(pixels)[0]
+    vision = getattr(model, "vision_model", model)
+    vision.config._attn_implementation = "flash_attention_2"  # which requires a GPU
+    before = implementations(model)
+    assert "flash_attention_2" in before
+    with record_attention(model) as trace, torch.no_grad():
+        torch.testing.assert_close(model(pixels)[0], output)
+    assert implementations(model) == before
+    for one, other in zip(trace.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ZeroDivisionError), record_attention(model):
+        assert "flash_attention_2" not in implementations(model)
+        raise ZeroDivisionError
+    assert implementations(model) == before
+
+
+def test_methods_with_gradients_explain_flex_attention_which_has_none_on_the_cpu():
+    model, methods = built("ViTForImageClassification"), ["rollout", "gae", "gradcam", "input_gradient"]
+
+    def maps() -> list[np.ndarray]:
+        explainer = Explainer(model, data_config=NORMALISATION)
+        return [explainer.explain(photo(), method=method, target=1).grid for method in methods]
+
+    expected = maps()
+    model.set_attn_implementation("flex_attention")
+    for one, other in zip(maps(), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+    assert set(implementations(model)) == {"flex_attention"}
+
+
+def test_attention_that_cannot_be_switched_is_refused_by_name():
+    model = transformers.LevitModel(transformers.LevitConfig(image_size=64)).eval()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match=r"flash_attention_2.*attn_implementation='eager'"):
         record_attention(model).__enter__()
-    with record_attention(model, attention=False):  # Grad-CAM and occlusion need none
+    assert model.config._attn_implementation == "flash_attention_2"
+    with record_attention(model, attention=False):  # occlusion needs none
         pass
 
 

@@ -270,12 +270,13 @@ def test_the_streams_of_a_model_that_sees_and_reads_are_distinguished():
     assert row.shape == (20,) and row.sum() == pytest.approx(1)
 
 
-def test_flash_attention_and_static_caches_are_refused_by_name():
+def test_flash_attention_is_switched_and_static_caches_are_refused_by_name():
     model = built("LlamaForCausalLM")
     flash = copy.deepcopy(model)
     flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match=r"flash_attention_2.*set_attn_implementation\('sdpa'\)"):
-        record_attention(flash).__enter__()
+    with record_attention(flash) as trace, torch.no_grad():
+        flash(**texts("left"))
+    assert trace.attentions and flash.config._attn_implementation == "flash_attention_2"
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(UnsupportedModelError, match="StaticCache.*DynamicCache"):
         with record_attention(model), torch.no_grad():

@@ -264,17 +264,24 @@ def _captured(function: Any) -> tuple[Any, ...]:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+def hidden_attention(module: nn.Module) -> str:
+    """Return the attention implementation of a module of transformers if it cannot be recorded; else an empty string.
+
+    >>> hidden_attention(nn.Linear(2, 2))
+    ''
+    """
+    implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
+    return implementation if isinstance(implementation, str) and implementation not in _RECORDABLE else ""
+
+
 def check_recordable(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Check that no module of a model is scripted, and that the attention of a transformers model can be recorded."""
     _refuse_scripted(model, modules)
     for module in modules:
-        if (config := vars(module).get("config")) is None:
-            continue
-        implementation = getattr(config, "_attn_implementation", None)
-        if isinstance(implementation, str) and implementation not in _RECORDABLE:
+        if implementation := hidden_attention(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses the attention implementation {implementation!r}, which cannot be "
-                "recorded. Call model.set_attn_implementation('sdpa') first ('eager' also works)."
+                "recorded, and cannot be switched to sdpa: load it with attn_implementation='eager'."
             )
     if isinstance(getattr(model, "text_model", None), nn.Module) and hasattr(model, "vision_model"):
         raise UnsupportedModelError(

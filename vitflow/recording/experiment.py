@@ -24,6 +24,7 @@ from vitflow.recording.isolation import (
     autocast_kind,
     evaluating,
     hooked,
+    recordable_attention,
     uncompiled,
     unrecorded,
 )
@@ -74,13 +75,14 @@ class Call:
 
         Autocast is disabled, or with `autocast` that of the call.
         """
-        (enabled, dtype), device = self.autocast, self.pixels.device
+        (enabled, dtype), device, modules = self.autocast, self.pixels.device, modules_of(self.model)
         with (
             torch.inference_mode(False),
             torch.autocast(autocast_kind(device), dtype=dtype, enabled=autocast and enabled),
             undisturbed(self.model, device),
+            recordable_attention(modules),
             torch.enable_grad() if gradients else nullcontext(),
-            uncompiled() if runs_compiled(modules_of(self.model)) else nullcontext(),
+            uncompiled() if runs_compiled(modules) else nullcontext(),
             hooked(hooks),
         ):
             yield

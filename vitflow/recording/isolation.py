@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.models.parts import modules_of
+from vitflow.models.parts import hidden_attention, modules_of
 
 # Settings of timm and transformers for gradient checkpointing, and the calls that switch it off.
 _CHECKPOINTING = (
@@ -213,6 +213,37 @@ def uncompiled() -> Iterator[None]:
             _eager_users.remove(user)
             if not _eager_users:
                 _eager.close()
+
+
+@contextmanager
+def recordable_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run parts of transformers with flash or flex attention by `scaled_dot_product_attention` inside the block.
+
+    The implementation of each configuration is restored. Models that cannot be switched stay as they are.
+    """
+    hidden = [module for module in modules if hidden_attention(module)]
+    configs = _configs_of([module.config for module in hidden])
+    before = [{name: value for name, value in each.items() if "attn_implementation" in name} for each in configs]
+    try:
+        for module in hidden:
+            with suppress(Exception):  # of a model that does not support sdpa
+                module.set_attn_implementation("sdpa")  # type: ignore[operator]
+        yield
+    finally:
+        for config, implementations in zip(configs, before, strict=True):
+            config.update(implementations)
+
+
+def _configs_of(configs: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the attributes of configurations of transformers and of those inside them, each once."""
+    attributes: dict[int, dict[str, Any]] = {}
+    waiting = [vars(config) for config in configs]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in attributes:
+            attributes[id(each)] = each
+            waiting += [vars(value) for value in each.values() if hasattr(value, "_attn_implementation")]
+    return list(attributes.values())
 
 
 class ContiguousNorms(TorchFunctionMode):

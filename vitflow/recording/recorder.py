@@ -32,6 +32,7 @@ from vitflow.recording.isolation import (
     has_running_norms,
     hooked,
     model_lock,
+    recordable_attention,
     refuse_checkpointing,
     uncompiled,
 )
@@ -151,6 +152,7 @@ class record_attention:
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
             modules = modules_of(self._called)
+            stack.enter_context(recordable_attention(modules))
             if self._attention:
                 check_recordable(self._model, modules)
             stack.enter_context(hooked(self._fixed_hooks()))
