@@ -25,7 +25,7 @@ from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
 from vitflow.evaluation.measures.sanity import flip_stability
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
-from vitflow.recording.changed_tokens import run_on_patches
+from vitflow.explaining.token_dropping import run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

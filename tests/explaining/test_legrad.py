@@ -10,8 +10,8 @@ from tests import literal_vit
 from tests.models.test_libraries import NORMALISATION, built
 from vitflow import Explainer
 from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.explaining.token_dropping import output_from_tokens
 from vitflow.models.blocks import block_paths
-from vitflow.recording.changed_tokens import output_from_tokens
 from vitflow.recording.recorder import record_attention
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}

@@ -13,10 +13,10 @@ from torch import Tensor
 from vitflow.errors import ModelError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
+from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 from vitflow.recording.isolation import evaluating
 
 REPLACEMENTS = ("drop", "blank", "blur")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vitflow.errors import OTHER_METHODS, OptionError, OutsideGridError, OutsideImageError, UnsupportedModelError
 from vitflow.explaining.maps import Maps, Patch, TargetedTrace, patch_place
+from vitflow.explaining.token_dropping import output_from_tokens
 from vitflow.images.geometry import Placement
 from vitflow.methods import gradients
 from vitflow.methods import similarity as feature_methods
@@ -19,7 +20,6 @@ from vitflow.models.anatomy import forward_options, has_class_token
 from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output, lower_features
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
-from vitflow.recording.changed_tokens import output_from_tokens
 from vitflow.recording.frozen import attending_blocks, frozen_pass
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention

@@ -12,6 +12,7 @@ from torch import Tensor
 from vitflow.errors import UnsupportedModelError, whole_number
 from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
+from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
 from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.sampling import NORMAL_95, SMOOTHING, draw_masks, mean_differences, regress, split_half_maps
@@ -19,7 +20,6 @@ from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
-from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 from vitflow.registry.method_table import WITHOUT_AFFINITY, get_method
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.

@@ -18,7 +18,4 @@ finishes the `Trace`. What decides the meaning of a map is determined as follows
   gradient: the declared pooling, "declared, not verified", or a refusal.
 - Output projection (`projections`): each call is compared with the stored weight by one product with a vector; if they
   differ, its map is measured on unit vectors. Not linear: no value weighting, with a note, until the model changes.
-- Attention in chunks of a text (`projections`): measured on unit vectors. Not measurable: refused.
-- Patches that can be dropped (`changed_tokens`): three runs on noise per input size. If not: patches are blanked.
-- Causality of a text model (`changed_tokens`): three short runs per model.
 """

@@ -82,13 +82,17 @@ _Verified = Mapping[int, tuple[Tensor | None, Tensor]]
 def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watch: BlockWatch) -> str | None:
     """Set the masks of the tokens that each layer receives from the layer below, where some are replaced or zeroed.
 
-    `names` are their attention modules. Return why a product of layers would not follow the tokens, or None.
+    `names` are the attention modules that ran. Return why a product of layers would not follow the tokens, or None.
     """
     blocks = blocks_of(call, names)
     remember_blocks(call.model, blocks)
     if set(watch.blocks) != set(blocks):
         watch = _repeated(call, blocks)
-    by_block = dict(zip(reversed(blocks), reversed(layers), strict=True))  # with the lowest layer of each block
+    waiting, by_index = list(layers), dict[int, AttentionLayer]()  # some modules mix no patches and have no layer
+    for index, name in enumerate(names):
+        if waiting and waiting[0].name == name:
+            by_index[index] = waiting.pop(0)
+    by_block = {blocks[index]: layer for index, layer in reversed(by_index.items())}  # the lowest of each block
 
     def layouts_of(boundary: Boundary) -> Sequence[TokenLayout]:
         layer = by_block.get(boundary.above)
@@ -101,8 +105,9 @@ def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[st
     except _Lost as error:
         return error.refusal(call, "a product of layers would not follow its tokens")
     for index, passage in passages.items():
-        if passage.lost.any():
-            layers[_first_name(blocks, calls, index)].passed = ~passage.lost
+        layer = by_index.get(_first_name(blocks, calls, index))
+        if layer is not None and passage.lost.any():
+            layer.passed = ~passage.lost
     return None
 
 

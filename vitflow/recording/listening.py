@@ -1,7 +1,7 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,12 @@ from vitflow.recording.layers import (
     close_layer,
 )
 from vitflow.recording.parallel import Layers
-from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
+from vitflow.recording.projections import Projection
 from vitflow.recording.trace import Trace
+
+# Measures the attention of a module, given its path, arguments, numbers of heads and tokens, and True if it was
+# computed in pieces; see `vitflow.text.visibility.whole_attention`.
+Chunks = Callable[[str, nn.Module, Any, tuple[int, int], bool], tuple[Tensor, Tensor] | None]
 
 
 class Listening(Interception):
@@ -53,6 +57,7 @@ class Listening(Interception):
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call: the recorded model call with images.
         calls: arguments of the running modules by path, if a text is read.
+        chunks: measures attention that a module computes in chunks of a text, if given.
         recorded, recorded_any: paths of the finished layers of the pass, and True if any pass had attention.
     """
 
@@ -74,6 +79,7 @@ class Listening(Interception):
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
+        self.chunks: Chunks | None = None
         self.modules = Layers()
 
     def open(self, trace: Trace) -> None:
@@ -229,24 +235,15 @@ class Listening(Interception):
         return replacement
 
     def _join_chunks(self, name: str, output: Any) -> Any:
-        """Measure the attention of a text that a module computes in chunks or with convolutions; see `close`.
+        """Replace the attention of a text that a module computes in chunks by that which `chunks` measures.
 
-        Tokens that fill the last chunk, and that no other token sees, are left out.
+        Tokens that fill the last chunk are left out.
         """
         parts, call, end = self._open.get(name, ()), self.calls.pop(name, None), self.tokens
-        if end is None or call is None or not parts:
+        if self.chunks is None or end is None or call is None or not parts:
             return None
-        module = self.model.get_submodule(name)
-        if not self._pieces(name, parts) and not has_wide_convolution(module):
-            return None
-        measured = measure_matrix(module, *call, parts[0].heads.shape[1])
-        if measured is not None and (measured[0].shape[-1] < end or measured[0][..., :end, end:].any()):
-            measured = None
-        if has_wide_convolution(module) if measured is None else (measured[0] < 0).any():
-            raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) also mixes tokens by a convolution, or by weights below 0 that "
-                "approximate attention: rollout and flow do not support it. Use a model with full attention."
-            )
+        module, heads = self.model.get_submodule(name), parts[0].heads.shape[1]
+        measured = self.chunks(name, module, call, (heads, end), bool(self._pieces(name, parts)))
         if measured is None:
             return None
         matrix, values = measured

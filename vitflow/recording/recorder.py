@@ -37,7 +37,7 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layers import FusionKey
-from vitflow.recording.listening import Listening
+from vitflow.recording.listening import Chunks, Listening
 from vitflow.recording.parallel import Layers, layers_of_image, layers_of_text
 from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
@@ -79,6 +79,8 @@ class record_attention:
             enabled, and the model's output is detached from its input.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
+        chunks: function that measures the attention which a module of a language model computes in chunks; without it,
+            such attention is refused.
 
     Raises:
         NoAttentionError: at the end of the block, if a forward pass had no attention between tokens.
@@ -113,6 +115,7 @@ class record_attention:
         readout: Tensor | None = None,
         cut: Sequence[str] = (),
         within: str = "",
+        chunks: Chunks | None = None,
     ) -> None:
         check_layout(layout)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
@@ -131,7 +134,7 @@ class record_attention:
             means=means,
             discard_ratio=discard_ratio,
         )
-        self._listening.within, self._listening.layout = within, layout
+        self._listening.within, self._listening.layout, self._listening.chunks = within, layout, chunks
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within

@@ -19,7 +19,6 @@ from vitflow.methods.fusion import check_layer
 from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
-from vitflow.recording.changed_tokens import is_causal
 from vitflow.recording.isolation import device_of
 from vitflow.registry.option_types import TextOptions
 from vitflow.text.graph import MOST_LAYERS, MOST_TOKENS, GraphView, attention_graphs
@@ -29,6 +28,7 @@ from vitflow.text.methods import caption, check_options
 from vitflow.text.page import TextPage, TextRow
 from vitflow.text.rows import TextResult, array_of, explain_rows
 from vitflow.text.view import ShadedText
+from vitflow.text.visibility import is_causal
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 

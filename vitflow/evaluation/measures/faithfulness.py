@@ -17,7 +17,7 @@ from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
+from vitflow.explaining.token_dropping import run_on_patches as run_on_patches
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,11 +12,11 @@ from tests.recording.test_languages import GPT2, SIZES, WIDE
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow.errors import UnsupportedModelError
-from vitflow.recording.changed_tokens import is_causal
 from vitflow.recording.experiment import undisturbed
 from vitflow.recording.recorder import record_attention
 from vitflow.text import explain_generation, explain_text
 from vitflow.text.languages import reading
+from vitflow.text.visibility import is_causal, whole_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -250,7 +250,10 @@ def test_sparse_attention_is_measured_with_the_keys_that_chunks_share(words):
     layers = [layer.attention.self for layer in model.bert.encoder.layer]
     for gradients in (False, True):
         hooks = [layer.register_forward_hook(lambda *given: mixed.append(given[-1][0])) for layer in layers[:gradients]]
-        with record_attention(model, gradients=gradients) as trace, torch.set_grad_enabled(gradients):
+        with (
+            record_attention(model, gradients=gradients, chunks=whole_attention) as trace,
+            torch.set_grad_enabled(gradients),
+        ):
             logits = model(input_ids=ids).logits
         torch.testing.assert_close(logits, before.logits)
         for actual, returned in zip(trace.attentions, before.attentions, strict=True):
@@ -271,7 +274,7 @@ def test_approximations_of_attention_are_refused(landmarks, words):
     model = of_transformers("NystromformerModel", "NystromformerConfig", sizes, None).eval()
     fails = landmarks == 4 and words == 12
     with pytest.raises(UnsupportedModelError, match="fails on a text of 12" if fails else "convolution, or by weights"):
-        with reading(model, numbers(words)), record_attention(model):
+        with reading(model, numbers(words)), record_attention(model, chunks=whole_attention):
             model(input_ids=numbers(words))
 
 

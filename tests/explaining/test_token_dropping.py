@@ -14,9 +14,9 @@ from tests.small import Custom, jitter, since
 from vitflow import Explainer, load_model
 from vitflow.analysis.removal import can_drop_tokens, check_can_drop
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.explaining import token_dropping
+from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording import changed_tokens
-from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 disturb = functools.partial(jitter, scale=0.05, by_width=False)
@@ -235,6 +235,6 @@ def test_wrong_input_is_named():
 
 
 def test_out_of_memory_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(changed_tokens, "_run", Mock(side_effect=torch.OutOfMemoryError("too small")))
+    monkeypatch.setattr(token_dropping, "_run", Mock(side_effect=torch.OutOfMemoryError("too small")))
     with pytest.raises(torch.OutOfMemoryError):
         can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))

@@ -1,10 +1,9 @@
-"""Experiments with changed tokens: some patches are dropped, a module's output is replaced, or a word is another.
+"""Experiments with changed tokens of an image: some patches are dropped, or a module's output is replaced.
 
 A patch under a grey square is still a grey patch for the model. A dropped token has no influence, and attention over
 fewer tokens is faster.
 """
 
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,14 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, read_layout, transformer_of
 from vitflow.models.blocks import first_stack
-from vitflow.models.calls import logits_of, tensors_in, with_tokens
-from vitflow.models.parts import ModelState, model_cache, module_paths, output_cache, plain_token_ids, unwrap
+from vitflow.models.calls import logits_of, with_tokens
+from vitflow.models.parts import ModelState, module_paths, output_cache, unwrap
 from vitflow.recording.experiment import Call
-from vitflow.recording.isolation import ContiguousNorms, Hook, device_of, evaluating, hooked
+from vitflow.recording.isolation import ContiguousNorms, Hook, evaluating, hooked
 from vitflow.recording.places import find_extents
 from vitflow.recording.readout import Read
 
 _NO_LOGITS = "It does not return one row of logits per subset of patches."
-# The number of tokens of a text (unlikely to be a number of heads), and of those after the word that is changed.
-_LENGTH, _LATER = 11, (0, 4)
-# Relative changes below this are rounding: kernels may depend on later tokens.
-_LEAST_DIFFERENCE = 1e-5
 
 
 def run_on_patches(
@@ -206,68 +201,3 @@ def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tens
     hook = Hook(model.get_submodule(path), give, before=False)
     with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad(), ContiguousNorms():
         return model(pixels.detach().clone(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
-
-
-def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
-    """Return True if no token of a text sees a later one; determined once per model by three short forward passes.
-
-    One word is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
-    those of later tokens change, or the model's own output has one row per token. Models that do not run on any number
-    of tokens get `length`.
-    """
-
-    known = model_cache(model)
-    if is_causal not in known:
-        try:
-            known[is_causal] = _test_causal(model, _LENGTH)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a model may require a multiple of some number of tokens
-            known[is_causal] = _test_causal(model, length)
-    causal: bool = known[is_causal]
-    return causal
-
-
-def _test_causal(model: nn.Module, length: int) -> bool:
-    *ids, other = plain_token_ids(model, length + 1)
-    text = torch.tensor([ids], device=device_of(model))
-    seen = False  # something that a later token could have changed
-    with Call(ModelState(model), (), {}, text).experiment():
-        before = _token_outputs(model, text)
-        for position in (length - 1 - count for count in _LATER if count < length):
-            changed = text.clone()
-            changed[0, position] = other
-            after = _token_outputs(model, changed)
-            moved = [_changed(before[name], after[name]) for name in before.keys() & after.keys()]
-            if any(tokens[:position].any() for tokens in moved):
-                return False
-            seen |= ("", 1) in before or any(bool(tokens[position + 1 :].any()) for tokens in moved)
-    return seen
-
-
-def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
-    """Return the outputs of each module call that have one token axis, [tokens, values]."""
-    outputs: dict[tuple[str, int], Tensor] = {}
-    calls: Counter[str] = Counter()
-
-    def keep(name: str, args: Any, output: Any) -> None:
-        tokens = next(tensors_in(output), None)
-        if tokens is None or not tokens.is_floating_point():
-            return
-        axes = [axis for axis, size in enumerate(tokens.shape) if size == text.shape[1]]
-        if len(axes) == 1 or (tokens.ndim == 3 and tokens.shape[:2] == text.shape):
-            calls[name] += 1
-            # Copied, as some are modified in place later.
-            outputs[name, calls[name]] = tokens.movedim(min(axes), 0).flatten(1).clone()
-
-    with hooked(Hook(module, partial(keep, name), before=False) for name, module in model.named_modules()):
-        model(input_ids=text)
-    return outputs
-
-
-def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Return which tokens of two outputs [tokens, values] differ by more than rounding, bool [tokens]."""
-    if before.shape != after.shape or not before.numel():
-        return before.new_zeros(len(before), dtype=torch.bool)
-    least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
-    return (before - after).abs().amax(dim=1) > least
