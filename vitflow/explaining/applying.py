@@ -296,6 +296,8 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
 
 def _layers(trace: Trace, name: str, grid: tuple[int, int]) -> list[tuple[int, AttentionLayer]]:
     """Return the layers that determine the affinity of a grid, with their indices."""
+    if trace.refusal is not None:
+        raise UnsupportedModelError(trace.refusal)
     dense = [
         (index, layer)
         for index, layer in enumerate(trace.layers)

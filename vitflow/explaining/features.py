@@ -15,8 +15,8 @@ from vitflow.methods import gradients
 from vitflow.methods import similarity as feature_methods
 from vitflow.methods.frozen_gradient import frozen_gradient as frozen_map
 from vitflow.methods.fusion import check_layer
-from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import forward_options, has_class_token
+from vitflow.methods.tokens import LAYOUT, TokenLayout
+from vitflow.models.anatomy import class_token, forward_options
 from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output, lower_features
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
@@ -41,7 +41,7 @@ def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
     if located is None or trace.pixels is None or len(features) != len(trace.pixels):
         raise UnsupportedModelError(
             f"The output of {path} in {model}, of shape {tuple(features.shape)}, has no patch grid. Use another layer, "
-            "input_gradient or occlusion."
+            f"input_gradient or occlusion; if its tokens are arranged in another way, pass {LAYOUT}."
         )
     return located
 
@@ -93,9 +93,9 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
 
 
 def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
-    """Return True if the targets have a gradient at the patches of a module."""
-    if (located := trace.feature_layouts.get(path)) is None:
-        return False
+    """Return True if the targets have a gradient at the patches of a module that runs, or its patches are unknown."""
+    if path not in trace.features or (located := trace.feature_layouts[path]) is None:
+        return path in trace.features
     gradient = _as_tokens(trace.backward(targets).features[path], located[1])
     return bool(gradient[:, located[0].patches].any())
 
@@ -122,11 +122,10 @@ def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
     return shares
 
 
-def measured_layer(trace: TargetedTrace, layer: int) -> str:
-    """Return the module that `gradcam` reads for a trace without gradients, from another forward pass."""
+def measured_layer(trace: TargetedTrace, layer: int) -> tuple[str, TokenLayout]:
+    """Return the module that `gradcam` reads for a trace without gradients, and its layout, from another pass."""
     recorded, path, _ = _recorded_layer(trace, layer)
-    recorded.check_order(path)
-    return path
+    return path, _located(recorded, path)[0]
 
 
 def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, Tensor]:
@@ -195,12 +194,10 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
 def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
     """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
     with torch.inference_mode(False), torch.enable_grad():
-        if pooled == "mean":  # in place of each prefix token that is read more than any patch
-            readout, prefix = trace.readout, trace.layout.num_prefix_tokens
-            read = readout[:, :prefix] > readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
-            mean = tokens.mean(dim=1, keepdim=True)
-            means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
-            tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
+        if pooled == "mean":  # in place of each other token that is read more than any patch
+            readout, patches = trace.readout, trace.layout.patches
+            read = readout > readout[:, patches].amax(dim=1, keepdim=True)
+            tokens = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens)
         output = output_from_tokens(trace.model, trace.pixels, last, tokens)
         scores = trace.outputs.required_scores(output, trace.model_info.id)
         return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))
@@ -228,8 +225,8 @@ def similarity(trace: TargetedTrace, *, layer: int, patch: Patch | None, box: Bo
     elif box is not None:
         shares = torch.stack([_shares(image.placement, box, layout) for image in trace.images])
         words, reference = "the box", (shares.to(patches).unsqueeze(1) @ patches).squeeze(1)
-    elif has_class_token(trace.model, layout):
-        words, reference = "the class token", tokens[:, 0]
+    elif (index := class_token(trace.model, layout)) is not None:
+        words, reference = "the class token", tokens[:, index]
     else:
         words, reference = "the mean of the patches", patches.mean(dim=1)
     grids = feature_methods.similarity(patches, reference).unflatten(1, (layout.rows, layout.cols))

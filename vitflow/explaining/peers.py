@@ -23,6 +23,7 @@ from vitflow.explaining.features import measured_layer
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
+from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options
 from vitflow.models.outputs import Outputs
 from vitflow.recording.experiment import undisturbed
@@ -134,7 +135,7 @@ class _ExternalMethod:
     def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
         """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
         grid = trace.cells()
-        path = "" if layer is None else measured_layer(trace, layer)
+        path, layout = ("", None) if layer is None else measured_layer(trace, layer)
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
             options = {key: _with_tuples(value) for key, value in peer_options.items()}
@@ -154,16 +155,12 @@ class _ExternalMethod:
         if result.shape[1:] == pixels.shape[1:]:
             whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
             return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), mean=whole, **grid)
-        return Maps(self._of_tokens(trace, result))
+        return Maps(self._of_tokens(trace, result, layout))
 
-    def _of_tokens(self, trace: TargetedTrace, result: Tensor) -> Tensor:
+    def _of_tokens(self, trace: TargetedTrace, result: Tensor, layout: TokenLayout | None) -> Tensor:
         """Return attributions of the tokens or the feature map of a layer on their grid, summed over channels."""
         if result.ndim == 4:
             return result.sum(dim=1)
-        try:
-            layout = trace.layout
-        except VitflowError:
-            layout = None
         if layout is None or result.ndim != 3 or result.shape[1] != layout.num_tokens:
             raise UnsupportedModelError(
                 f"{self.name} returned attributions {tuple(result.shape)}, neither of pixels nor of the tokens of "
@@ -176,12 +173,13 @@ class _ExternalMethod:
         """Class activation maps, scaled to 0…1 as the package does, with their mean in each patch."""
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-        target_layers = [trace.model.get_submodule(measured_layer(trace, layer))]
+        path, layout = measured_layer(trace, layer)
+        target_layers = [trace.model.get_submodule(path)]
 
         def on_grid(tokens: Tensor) -> Tensor:
             if tokens.ndim == 4:
                 return tokens
-            grids: Tensor = trace.layout.to_grid(tokens.transpose(1, 2))
+            grids: Tensor = layout.to_grid(tokens.transpose(1, 2))
             return grids  # [batch, channels, rows, cols]
 
         with self._running(trace) as (model, pixels):

@@ -152,7 +152,7 @@ def sample(
                 start, count = count, most if converged is None else count + MASKS_PER_STEP
                 progress(max(min(len(rows), count) - start, 0))
                 while len(rows) < count:
-                    scale = 1 if layout is None else layout.num_tokens / (layout.num_prefix_tokens + size)
+                    scale = 1 if layout is None else layout.num_tokens / (layout.num_tokens - layout.num_patches + size)
                     part = drawn[len(rows) : min(len(rows) + int(batch * scale), count)]
                     try:
                         rows.extend(_log_odds(trace, image, part, layout, grid))

@@ -116,12 +116,12 @@ def _run(
 
 
 def _choose(tokens: Tensor, kept: Tensor, layout: TokenLayout) -> Tensor:
-    """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept, channels]."""
-    prefix, count = layout.num_prefix_tokens, layout.num_patches
-    if tokens.shape[1] != prefix + count:
-        raise UnsupportedModelError(f"Expected {prefix + count} tokens at the first block, got {tokens.shape[1]}.")
-    before = torch.arange(prefix, device=tokens.device).expand(len(kept), -1)
-    return tokens[0][torch.cat([before, prefix + kept.long()], dim=1)]
+    """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept + suffix, channels]."""
+    if tokens.shape[1] != layout.num_tokens:
+        raise UnsupportedModelError(f"Expected {layout.num_tokens} tokens at the first block, got {tokens.shape[1]}.")
+    every = torch.arange(layout.num_tokens, device=tokens.device).expand(len(kept), -1)
+    start, stop = layout.patches.start, layout.patches.stop
+    return tokens[0][torch.cat([every[:, :start], start + kept.long(), every[:, stop:]], dim=1)]
 
 
 def _rotations(rope: Any, kept: Tensor, layout: TokenLayout) -> Tensor:

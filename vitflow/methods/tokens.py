@@ -10,6 +10,9 @@ from torch import Tensor
 from vitflow.errors import OptionError, OutsideGridError, ShapeError, check_known, whole_number
 from vitflow.images.geometry import Extent
 
+#: The argument that says how tokens are arranged, for messages.
+LAYOUT = "layout=TokenLayout(num_prefix_tokens, rows, cols, num_suffix_tokens)"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
@@ -86,7 +89,7 @@ class TokenLayout:
 def check_layout(layout: object) -> None:
     """Raise OptionError unless it is a TokenLayout or None."""
     if not (layout is None or isinstance(layout, TokenLayout)):
-        raise OptionError(f"Expected layout=TokenLayout(num_prefix_tokens, rows, cols), got {layout!r}.")
+        raise OptionError(f"Expected {LAYOUT}, got {layout!r}.")
 
 
 Causal = Literal["raw", "receptive_field"]

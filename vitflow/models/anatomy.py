@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.parts import modules_of, pretrained_of
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
 # Attribute names of the class token in timm, [1, tokens, width].
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
+# Attribute names of register tokens outside of transformers, [… tokens, width].
+_REGISTERS = ("register_tokens", "storage_tokens", "reg_token")
 # Names of the patch embedding and of prefix tokens in transformers.
 _PATCH_EMBEDDINGS = ("patch_embeddings", "patch_embedding")
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
@@ -43,11 +45,21 @@ def class_tokens(transformer: Any) -> int:
     return next((int(token.shape[1]) for token in tokens if isinstance(token, Tensor) and token.ndim == 3), 0)
 
 
-def has_class_token(model: nn.Module, layout: TokenLayout) -> bool:
-    """Return True if the first prefix token is a class token, not a register token."""
+def _prefix_tokens(transformer: Any) -> int:
+    """Return the number of learned class, distillation and register tokens."""
+    registers = (getattr(transformer, name, None) for name in _REGISTERS)
+    shapes = (token.shape for token in registers if isinstance(token, Tensor) and token.ndim > 1)
+    return class_tokens(transformer) + int(next(shapes, (0, 0))[-2])
+
+
+def class_token(model: nn.Module, layout: TokenLayout) -> int | None:
+    """Return the index of the class token; None if there is none, as if the prefix tokens are registers."""
     transformer: Any = transformer_of(model)
-    default = class_tokens(transformer) > 0 or not hasattr(transformer, "num_prefix_tokens")
-    return layout.num_prefix_tokens > 0 and bool(getattr(transformer, "has_class_token", default))
+    learned = class_tokens(transformer)
+    default = learned > 0 or not hasattr(transformer, "num_prefix_tokens")
+    if layout.num_prefix_tokens:
+        return 0 if getattr(transformer, "has_class_token", default) else None
+    return layout.patches.stop if 0 < learned <= layout.num_suffix_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,12 @@ def _of_transformers(module: Any, patches: nn.Module) -> Embedding | None:
     return Embedding(module, prefix, patch, height_width(size), channels, dynamic, num_suffix_tokens=suffix)
 
 
+def _is_size(size: Any) -> bool:
+    """Return True if this is a number of pixels, or a pair of them."""
+    sides = size if isinstance(size, Sequence) else [size]
+    return 0 < len(sides) <= 2 and all(isinstance(side, int) and side > 0 for side in sides)
+
+
 def height_width(size: Any) -> tuple[int, int]:
     """Return (height, width) of a size given as a number, or as a sequence of one or two."""
     return (int(size[0]), int(size[-1])) if isinstance(size, Sequence) else (int(size), int(size))
@@ -156,7 +174,8 @@ def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: i
     """
     height, width = input_size
     transformer: Any = transformer_of(model)
-    declared = (getattr(transformer, "num_prefix_tokens", None), class_tokens(transformer))
+    learned = (_prefix_tokens(transformer), class_tokens(transformer))
+    declared = (getattr(transformer, "num_prefix_tokens", None), *learned)
     prefixes = dict.fromkeys([count for count in declared if isinstance(count, int)] + [0])
     for prefix in prefixes:
         patches = num_tokens - prefix
@@ -182,13 +201,15 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
     if fitting is not None:
         return fitting
-    problem = f"does not declare the layout of its {num_tokens or ''} tokens (no patch_embed)"
+    problem, remedy = f"does not declare the layout of its {num_tokens or ''} tokens", LAYOUT
     if declared is not None:
-        grid = f"{declared.num_prefix_tokens} prefix tokens and {declared.rows} × {declared.cols} patches"
-        problem = f"declares {grid}, but its attention has {num_tokens} tokens"
-    raise UnsupportedModelError(
-        f"{type(transformer_of(model)).__name__} {problem}: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
-    )
+        prefix, patches = declared.num_prefix_tokens, f"{declared.rows}, {declared.cols}"
+        problem = f"declares {prefix} prefix tokens and {declared.rows} × {declared.cols} patches, but its attention "
+        problem += f"has {num_tokens} tokens"
+        if (more := (num_tokens or 0) - declared.num_tokens) > 0:
+            remedy = f"layout=TokenLayout({prefix}, {patches}, num_suffix_tokens={more}) if the others follow the "
+            remedy += f"patches, or TokenLayout({prefix + more}, {patches}) if they precede them"
+    raise UnsupportedModelError(f"{type(transformer_of(model)).__name__} {problem}: pass {remedy}.")
 
 
 def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout | None:
@@ -207,6 +228,9 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size
+    elif _is_size(size := getattr(embed, "patch_size", None)) and class_tokens(transformer):
+        rows, cols = (side // patch for side, patch in zip(input_size, height_width(size), strict=True))
+        prefix = _prefix_tokens(transformer)
     else:
         return None
     if prefix is None:
@@ -331,7 +355,7 @@ def _declared(model: nn.Module, layout: TokenLayout) -> str:
     distilled = getattr(transformer, "head_dist", None) is not None or "DeiTForImageClassificationWithTeacher" in kinds
     if distilled and layout.num_prefix_tokens == 2:
         return _BOTH_TOKENS
-    if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
+    if class_token(model, layout) is not None and pool not in ("avg", "avgmax", "max"):
         return _CLASS_TOKEN
     include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
     words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")

@@ -19,6 +19,7 @@ from vitflow.methods.gradients import (
     join_values,
 )
 from vitflow.methods.staged_rollout import LayerTokens
+from vitflow.methods.tokens import LAYOUT
 from vitflow.recording.projections import Projection
 
 # Head fusion, and the value weighting before it.
@@ -129,8 +130,8 @@ class AttentionLayer:
         """Tokens of this layer and their positions; raises VitflowError if unknown."""
         if self.located is None:
             raise VitflowError(
-                f"The token positions of {self.name} are unknown. Pass layout=TokenLayout(...), or use sampling, "
-                "input_gradient or occlusion."
+                f"The token positions of {self.name} are unknown. Pass {LAYOUT}, or use sampling, input_gradient or "
+                "occlusion."
             )
         return self.located
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Extent
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
@@ -131,7 +131,7 @@ def place_features(
     for each, channels_last in possible:
         strides = [side / count for side, count in zip(call.size, (each.rows, each.cols), strict=True)]
         even = all(math.frexp(stride)[0] == 0.5 for stride in strides)
-        if even and stages and len(possible) == 1 and path in block_norms(call.model):
+        if even and stages and features.ndim == 4 and len(possible) == 1 and path in block_norms(call.model):
             return each, channels_last
         extents, refusal = find_extents(call, {path: (each,)}, unseen=stages)
         if refusal is None:
@@ -240,9 +240,19 @@ def _passing(call: Call, blocks: Sequence[str]) -> Iterator[Hook]:
 def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> str:
     return (
         f"{type(call.model).__name__} computes the token {error} (of {layout.rows} × {layout.cols}, at {path}), so its "
-        "maps would be misplaced. If its layout is another, pass layout=TokenLayout(num_prefix_tokens, rows, cols); "
-        "otherwise use input_gradient or occlusion."
+        f"maps would be misplaced. If its layout is another, pass {_other_layouts(layout)}; otherwise use "
+        "input_gradient or occlusion."
     )
+
+
+def _other_layouts(layout: TokenLayout) -> str:
+    """Return the layouts with the same patches after fewer tokens, or the argument that says it."""
+    others, patches = layout.num_prefix_tokens + layout.num_suffix_tokens, f"{layout.rows}, {layout.cols}"
+    if not others:
+        return LAYOUT
+    first = [count for count in dict.fromkeys((0, 1, others)) if count != layout.num_prefix_tokens and count <= others]
+    made = (f"TokenLayout({count}, {patches}, num_suffix_tokens={others - count})" for count in first)
+    return f"layout={' or '.join(made)}"
 
 
 def _check_prefix(prefix: Tensor, noise: Tensor, extent: Extent) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoGradientError, UnsupportedModelError, VitflowError
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
@@ -75,8 +75,7 @@ class RecordedHead(RecordedLayers):
             raise UnsupportedModelError(self.refusal)
         if self.known_layout is None and self.logits is not None:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
-                "layout=TokenLayout(num_prefix_tokens, rows, cols)."
+                f"{type(self.model).__name__} does not say how its tokens are arranged: pass {LAYOUT}."
             )
         if self.known_layout is None:
             raise VitflowError(NOTHING_RECORDED)
