@@ -46,7 +46,7 @@ def test_the_tables_have_a_row_for_each_method():
 
 def test_of_many_metrics_five_are_printed():
     lines = invoke("demo:4", "--method", "gae", "--sanity-images", 0, "--points", 3).stdout.splitlines()
-    titles = ["pointing game ↑", "ROC-AUC ↑", "deletion AUC ↓", "insertion AUC ↑"]
+    titles = ["ROC-AUC ↑", "pointing game ↑", "deletion AUC ↓", "insertion AUC ↑"]
     head = next(line for line in lines if line.startswith("method"))
     assert [title for title in head.split("  ") if title.strip()] == ["method", *titles]
 
@@ -75,6 +75,8 @@ def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
         (["nowhere", *SHORT], 2, "No data at 'nowhere'"),
         (["demo:2", "--method", "all", "--method", "gae"], 2, "--method all cannot be combined"),
         (["demo:2", *SHORT, "--sigma", "0"], 2, "sigma > 0"),
+        (["nowhere", "--card", "card.jpg"], 2, "ends in .png"),
+        (["demo:9", *SHORT, "--card", "card.png"], 2, "at least 10 images"),
     ],
 )
 def test_faults_are_one_line(arguments, code, message):

@@ -2,15 +2,17 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.figures import MethodWithOptions
-from vitflow.cli.output import images_bar, resumable, say, say_record
+from vitflow.cli.output import check_suffix, images_bar, resumable, say, say_record, writing
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
+from vitflow.images import FIGURE_FORMATS
 
 
 class _MethodOrAll(MethodWithOptions):
@@ -46,6 +48,12 @@ class _MethodOrAll(MethodWithOptions):
 )
 @shared.option(
     "", "-o --output", shared.NEW_FOLDER, "Folder for rows, tables, figures and report.html; makes the run resumable."
+)
+@shared.option(
+    "",
+    "--card",
+    shared.NEW_FILE,
+    "Card of the only method, or of that of the verdict, for a model's page (.png, .pdf, .svg); at least 10 images.",
 )
 @shared.option(
     "Images", "--images", shared.FOLDER, "Folder with the images of an annotation file.  [default: that of the file]"
@@ -85,6 +93,8 @@ def evaluate(data: str, **given: Any) -> None:
     reported and skipped. The default model for drawn images is demo.
     """
     choose_metrics(given["metrics"] or None)  # before torch is loaded
+    if given["card"] is not None:
+        check_suffix(given["card"], FIGURE_FORMATS)
     # Waiting threads must not occupy cores; this has an effect only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.evaluation.run import evaluate
@@ -100,7 +110,8 @@ def evaluate(data: str, **given: Any) -> None:
         "metrics": given["metrics"] or None,
         "overwrite": not given["resume"],
     }
-    with resumable(kept=given["output"] is not None), images_bar() as progress:
+    written = writing(given["card"], "--card") if given["card"] else nullcontext()
+    with written, resumable(kept=given["output"] is not None), images_bar() as progress:
         evaluation = evaluate(data, progress=progress, **arguments, **shared.method_values(given))
     if given["as_json"]:
         say_record(evaluation.to_dict())
@@ -112,6 +123,8 @@ def evaluate(data: str, **given: Any) -> None:
         say(f"report: {printable(given['output'] / 'report.html')}")
     elif not given["as_json"]:
         say("-o FOLDER writes a page with all metrics, what they do not show, charts and maps.")
+    if given["card"] is not None:
+        say(f"card: {printable(given['card'])}")
     if failed := len(evaluation.failures):
         say(f"{failed} image{'s' if failed > 1 else ''} failed{' (see the report)' if given['output'] else ''}")
         sys.exit(1)

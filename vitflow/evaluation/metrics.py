@@ -237,8 +237,8 @@ _METRICS = (
         "sameness",
         "sameness",
         "Similarity to the mean map of the same method on the other images: Spearman.",
-        "By construction the centre prior has 1, and a random map about 0: neither depends on the model. Objects in similar "
-        "places rightly have similar maps.",
+        "By construction the centre prior has 1 and a random map about 0: neither depends on the model. Objects in "
+        "similar places rightly have similar maps.",
         better="lower",
         limits=(-1.0, 1.0),
     ),

@@ -23,6 +23,7 @@ from vitflow.errors import (
     stops_all,
     whole_number,
 )
+from vitflow.evaluation.card import card_method, check_count, draw_card, median_images
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_sameness, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals, is_blurred
@@ -34,6 +35,7 @@ from vitflow.folder.columns import failed_row, pack_half, unpack_half
 from vitflow.folder.saved import run_fingerprint
 from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import Batches, RunProgress, Tally, explainer_for
+from vitflow.images.figures import check_format, save_figure
 from vitflow.images.reading import ImageSource
 from vitflow.progress import watched
 from vitflow.registry.choices import (
@@ -69,6 +71,7 @@ def evaluate(
     methods: str | Sequence[MethodChoice] | None = None,
     metrics: Iterable[str] | None = None,
     output: str | os.PathLike[str] | None = None,
+    card: str | os.PathLike[str] | None = None,
     images: str | os.PathLike[str] | None = None,
     limit: int | None = None,
     replace_by: str | None = None,
@@ -95,6 +98,8 @@ def evaluate(
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "sameness", "intervals",
             "correlation"), or "all"; by default the first five, without metrics that have no value on these images.
         output: folder for the rows, tables, figures and the HTML report.
+        card: file (.png, .pdf or .svg) for a card of the only method, or of that of the verdict: three images with
+            their maps, deletion and localisation. It requires ten images.
         images: folder of the images of an annotation file, if they are not next to it.
         limit: maximum number of images, taken from the start.
         replace_by: replacement of removed patches: "drop" (drop their tokens from the sequence), "blank" or "blur"; by
@@ -127,6 +132,9 @@ def evaluate(
         check_known("replacement", replace_by, REPLACEMENTS)
     chosen = choose(methods, options)
     dataset = open_dataset(data, images=images, limit=limit)
+    if card is not None:
+        check_format(card)
+        check_count(len(dataset))
     explainer = explainer_for(model)
     groups, notes = _possible_groups(groups, dataset, explainer, chosen)
     notes += dataset.notes
@@ -168,15 +176,28 @@ def evaluate(
         kind=dataset.kind,
         skipped=tuple(notes),
     )
+    return _finished(evaluation, run, output, card)
+
+
+def _finished(
+    evaluation: Evaluation, run: "_Run", output: str | os.PathLike[str] | None, card: str | os.PathLike[str] | None
+) -> Evaluation:
+    """Draw maps and grids, and write the output folder and the card; return the evaluation with what was drawn."""
+    samples, explainer = {sample.name: sample for sample in run.dataset.samples}, run.explainer
+    methods = run.protocol.methods
     if output is not None:
         with finishing(output):
-            samples = {sample.name: sample for sample in dataset.samples}
-            extremes = [samples[name] for name in evaluation.extremes]
-            evaluation = replace(evaluation, examples=explain_samples(extremes, explainer, protocol.methods))
-            if grids:
-                best = [name for name, _ in evaluation.ranking("grid_auc")] if "grid_auc" in evaluation.values else []
-                evaluation = replace(evaluation, grids=draw_grids(grids, explainer, protocol.methods, best))
+            examples = explain_samples([samples[name] for name in evaluation.extremes], explainer, methods)
+            best = [name for name, _ in evaluation.ranking("grid_auc")] if "grid_auc" in evaluation.values else []
+            grids = draw_grids(run.grids, explainer, methods, best)
+            evaluation = replace(evaluation, examples=examples, grids=grids)
             evaluation.save(Path(output))
+    if card is not None:
+        check_count(len(evaluation.images))
+        label = card_method(evaluation)
+        middle = [samples[name] for name in median_images(evaluation, label)]
+        maps = explain_samples(middle, explainer, [each for each in methods if each.label == label])
+        save_figure(draw_card(evaluation, label, maps.saliencies if maps else ()), card)
     return evaluation
 
 

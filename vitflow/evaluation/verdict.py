@@ -63,16 +63,17 @@ def _answer(tables: Tables, metric: str, count: int, does_best: str) -> Answer:
     best = ranked[0]
     if tables.state(metric, best, "random") != "better":
         return Answer(f"{where}no map {does_best}: none is clearly better than a random one.")
-    sentence = f"{where}{_title(best)} {does_best}"
-    if ties := [_title(other) for other in ranked[1:] if tables.state(metric, best, other) == "unclear"]:
+    sentence = f"{where}{method_title(best)} {does_best}"
+    if ties := [method_title(other) for other in ranked[1:] if tables.state(metric, best, other) == "unclear"]:
         sentence += f"; {_listed(ties)} {'is' if len(ties) == 1 else 'are'} as good within the error"
     fast = [method for method in ranked if not is_slow(split_label(method)[0])]
     if fast and best not in fast:
-        sentence += f"; {_title(fast[0])} is the best of the fast methods"
+        sentence += f"; {method_title(fast[0])} is the best of the fast methods"
     return Answer(f"{sentence}.", best)
 
 
-def _title(label: str) -> str:
+def method_title(label: str) -> str:
+    """Return the title of a method for display, with the options of its label."""
     name, options = split_label(label)
     return f"{get_method(name).title} ({options})" if options else get_method(name).title
 

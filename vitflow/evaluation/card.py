@@ -1,0 +1,105 @@
+"""Card of a method for the page of a model: three photographs with their maps, deletion, and localisation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+
+from vitflow.errors import OptionError, printable
+from vitflow.evaluation.statistics import MIN_CLEAR
+from vitflow.evaluation.tables import Tables
+from vitflow.evaluation.verdict import counted, method_title, verdict
+from vitflow.explaining.saliency import Saliency
+from vitflow.images.typesetting import BAR, BASELINE, BODY, GREY, INK, TITLE, framed, new_chart, plain, style_axes
+
+# Width of the card, and heights of its photographs and charts, in inches.
+_WIDTH, _PHOTOGRAPH, _CHART = 7.2, 1.5, 1.7
+_NOT_SHOWN = (
+    "Not shown: that the map of a single image is right, that these images are like yours, or which features of a "
+    "patch the model uses."
+)
+
+
+def check_count(images: int) -> None:
+    """Raise OptionError if there are too few images for a card."""
+    if images < MIN_CLEAR:
+        raise OptionError(f"A card requires at least {MIN_CLEAR} images, got {images}: on fewer, no number is clear.")
+
+
+def card_method(tables: Tables) -> str:
+    """Return the method of the card: the only one, else that of the first answer of the verdict, else the first."""
+    answered = [answer.best for answer in verdict(tables) if answer.best]
+    return tables.main_methods[0] if len(tables.main_methods) == 1 or not answered else answered[0]
+
+
+def median_images(tables: Tables, method: str) -> list[str]:
+    """Return the three images in the middle of the order by the method's values of `Tables.lead`."""
+    values = np.full(len(tables.images), np.nan)
+    if tables.lead is not None:
+        values = tables.values[tables.lead.name][:, tables.methods.index(method)]
+    order = np.argsort(values)[: max(int(np.isfinite(values).sum()), 3)]
+    middle = (len(order) - 3) // 2
+    return [tables.images[index]["input"] for index in order[middle : middle + 3].tolist()]
+
+
+def draw_card(tables: Tables, method: str, maps: Sequence[Saliency]) -> Figure:
+    """Draw the card of a method with its maps of three images, which `median_images` names."""
+    figure = new_chart((_WIDTH, _PHOTOGRAPH + _CHART))
+    grid = GridSpec(2, 1, figure=figure, height_ratios=[_PHOTOGRAPH, _CHART])
+    photographs, charts = grid[0].subgridspec(1, 3), grid[1].subgridspec(1, 2)
+    for place, saliency in enumerate(maps):
+        axes: Any = figure.add_subplot(photographs[place])
+        gap = np.full((len(saliency.image), saliency.image.shape[1] // 25, 3), 255, np.uint8)
+        axes.imshow(np.hstack([saliency.image, gap, saliency.overlay()]))
+        axes.set_axis_off()
+        axes.set_title(printable(saliency.label), loc="left", **plain(BODY))
+    _draw_deletion(figure.add_subplot(charts[0]), tables, method)
+    _draw_localisation(figure.add_subplot(charts[1]), tables, method)
+    measured = f"{counted(len(tables.images), 'image')} of {tables.data}"
+    title = f"{method_title(method)}: saliency of {tables.model} on {measured}"
+    lead = "" if tables.lead is None else f"Photographs: the middle three by {tables.lead.title}. "
+    return framed(figure, title, [f"{lead}Bars: mean with 95 % interval.", _NOT_SHOWN])
+
+
+def _draw_deletion(axes: Axes, tables: Tables, method: str) -> None:
+    style_axes(axes, "probability while the highest patches are removed ↓")
+    lines = tables.mean_lines("deletion") if tables.fractions else {}
+    if not any(value is not None for value in lines.get(method, ())):
+        _write(axes, "deletion was not measured")
+        return
+    for name, color in (("random", BASELINE), (method, BAR)):
+        values = np.array(lines[name], dtype=np.float64)
+        axes.plot(tables.fractions, values, color=color, linewidth=1.6)
+        at = len(values) // 2
+        place: dict[str, Any] = {"xytext": (3, 3), "textcoords": "offset points"}
+        axes.annotate(method_title(name), (tables.fractions[at], values[at]), **place, **plain(BODY))
+    axes.set_ylim(bottom=0.0)
+    axes.set_xlabel("share of patches removed", fontsize=BODY, color=GREY)
+
+
+def _draw_localisation(axes: Axes, tables: Tables, method: str) -> None:
+    style_axes(axes, "ROC-AUC of the map on the object ↑")
+    table = {row.method: row.estimate for row in tables.table("roc_auc")} if "roc_auc" in tables.values else {}
+    if method not in table or table[method].mean is None:
+        _write(axes, "no boxes or masks")
+        return
+    names = [method, *(name for name in tables.shown_methods if tables.is_baseline(name))]
+    for place, name in enumerate(names):
+        estimate = table[name]
+        axes.barh(place, estimate.mean or 0.0, height=0.62, color=BASELINE if tables.is_baseline(name) else BAR)
+        if estimate.low is not None:
+            axes.hlines(place, estimate.low, estimate.high or 0.0, color=INK, linewidth=0.9)
+        axes.text(0.02, place, str(estimate), va="center", **plain(BODY) | {"color": "white"})
+    axes.set_yticks(range(len(names)), [method_title(name) for name in names])
+    axes.set_xlim(0.0, 1.0)
+    axes.invert_yaxis()
+
+
+def _write(axes: Axes, text: str) -> None:
+    """Write the reason why a chart is empty."""
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, **plain(TITLE) | {"color": GREY})
