@@ -1,6 +1,8 @@
 """How Sphinx builds the site: `make docs`. Nothing is fetched and nothing is executed."""
 
 import ast
+import json
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,7 +119,17 @@ def filled_in(app, docname, source):
         source[0] = source[0].replace("<!-- made from the code -->", MADE[docname]())
 
 
+def with_other_names(app, docname, source):
+    """Make the other names of a page, which are in a comment, its keywords and main entries of the index for searches."""
+    if found := re.search(r"<!-- also known as: (.*?)\s-->", source[0], re.DOTALL):
+        names = " ".join(found[1].split())
+        keywords = f"---\nmyst:\n  html_meta:\n    keywords: {json.dumps(names)}\n---\n"
+        entries = ", ".join(f"! {name}" for name in names.split(", "))
+        source[0] = f"{keywords}\n```{{index}} {entries}\n```\n\n{source[0]}"
+
+
 def setup(app):
     """Connect the functions above."""
     app.connect("missing-reference", under_its_public_name)
     app.connect("source-read", filled_in)
+    app.connect("source-read", with_other_names)

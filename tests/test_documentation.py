@@ -88,6 +88,18 @@ def by_page(actual) -> list:
     return [pytest.param(what, id=f"{place(page)}:{number}") for page in PAGES for number, what in actual(page)]
 
 
+def test_what_readers_search_for_is_the_name_of_one_page():
+    """The site makes main entries of the index of these names, which its search lists first."""
+    pages: dict[str, list[str]] = {}
+    for page in SITE:
+        for names in re.findall(r"<!-- also known as: (.*?)\s-->", page.read_text(encoding="utf-8"), re.DOTALL):
+            for name in " ".join(names.split()).lower().split(", "):
+                pages.setdefault(name, []).append(page.stem)
+    expected = {"gpu": "costs", "speed": "costs", "which method": "methods", "colour map": "drawing"}
+    expected |= {"save without frame": "publish-a-figure", "regression": "regression"}
+    assert {name: pages.get(name) for name in expected} == {name: [page] for name, page in expected.items()}
+
+
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Path:
     """The folder that a reader types in: some images, and weights of their own."""
