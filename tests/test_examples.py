@@ -22,7 +22,7 @@ def test_the_readmes_images_are_drawn_by_one_command(script, tmp_path, capsys):
         ["--model", "demo", "--classes", "orange disc", "yellow star", "--output", str(tmp_path)]
     )
     files = capsys.readouterr().out.split()
-    assert [Path(file).name for file in files] == ["two-things.jpg", "classes.jpg"]
+    assert [Path(file).name for file in files] == ["two-things.jpg", "two-things.webp", "classes.jpg"]
     for file in files:
         with Image.open(file) as image:
             assert image.width > 500

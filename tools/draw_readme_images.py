@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from PIL import Image
 
 import vitflow
@@ -26,7 +28,7 @@ STRIP_QUALITY = 80
 MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
 # What the two images show.
-ARGUED = ["sampling", "gradcam", "random"]
+ARGUED = ["gae", "random"]
 REQUESTED = ["gradient_rollout", "gradcam", "sampling"]
 
 
@@ -37,9 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory() as desk:
         photographs = load_photographs(Path(desk))
-        figure = draw_argument(explainer, stacked(photographs["cat"], photographs["coffee"]), given.classes)
-    argument = write_jpeg(figure_bytes(figure, ".png"), given.output / "two-things.jpg")
+        photograph, views = argued(explainer, stacked(photographs["cat"], photographs["coffee"]), given.classes)
+    still = draw_views([("A photograph", photograph), *views])
+    argument = write_jpeg(figure_bytes(still, ".png"), given.output / "two-things.jpg")
     print(keep(argument, ARGUED, given.output))
+    frames = [draw_views([("A photograph", photograph), view]) for view in views]
+    print(write_webp([figure_bytes(frame, ".png") for frame in frames], given.output / "two-things.webp"))
     classes = write_jpeg(draw_classes(), given.output / "classes.jpg", STRIP_QUALITY)
     print(keep(classes, REQUESTED, given.output))
 
@@ -60,28 +65,42 @@ def stacked(first: Path, second: Path, side: int = 448) -> Image.Image:
     return image
 
 
-def draw_argument(explainer: vitflow.Explainer, image: Image.Image, classes: Sequence[str]) -> Figure:
-    """One image with two kinds of things: a map for each, one against the other, Grad-CAM, and a random map."""
+def argued(
+    explainer: vitflow.Explainer, image: Image.Image, classes: Sequence[str]
+) -> tuple[NDArray[np.uint8], list[tuple[str, NDArray[np.uint8]]]]:
+    """Return an image of two things, and by title a map for each by GAE, their difference, and a random map."""
     first, second = classes
-    contrast = vitflow.Contrast(first, against=second)
-    sampled = vitflow.compare(image, model=explainer, methods=["sampling"], targets=classes).saliencies
-    between = explainer.explain(image, target=contrast, method="sampling")
-    compared = explainer.explain(image, target=contrast, method="gradcam")
-    answer = explainer.explain(image, method="random")
-    shown = [
-        (f"Image, predicted:\n{answer.label}, {answer.probability:.0%}", answer.image),
-        (f"Map for\n“{first}”", sampled[0].overlay()),
-        (f"Map for\n“{second}”", sampled[1].overlay()),
-        (f"“{first}” (red)\nagainst “{second}” (blue)", between.overlay()),
-        ("The same two classes\nby Grad-CAM", compared.overlay()),
-        ("Random map\n(baseline)", answer.overlay()),
+    of_first, of_second = explainer.explain_batch(image, method="gae", targets=classes)
+    difference = explainer.explain(image, target=vitflow.Contrast(first, against=second))
+    random = explainer.explain(image, method="random")
+    return random.image, [
+        (f"What speaks for “{first}”", of_first.overlay()),
+        (f"What speaks for “{second}”", of_second.overlay()),
+        (f"“{first}” (red) against “{second}” (blue)", difference.overlay()),
+        ("A random map, for comparison", random.overlay()),
     ]
-    figure = Figure(figsize=(8.4, 6.3), dpi=110, layout="constrained")
-    for axes, (title, pixels) in zip(figure.subplots(2, 3).flat, shown, strict=True):
+
+
+def draw_views(views: Sequence[tuple[str, NDArray[np.uint8]]], width: float = 3.6) -> Figure:
+    """Images side by side, each with a title and air around it."""
+    figure = Figure(figsize=(width * len(views), width + 0.35), dpi=110)
+    for axes, (title, pixels) in zip(figure.subplots(1, len(views), squeeze=False)[0], views, strict=True):
         axes.imshow(pixels)
-        axes.set_title(title, fontsize=11)
+        axes.set_title(title, fontsize=11, pad=9)
         axes.axis("off")
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.88, bottom=0.02, wspace=0.06)
     return figure
+
+
+def write_webp(pngs: Sequence[bytes], path: Path, seconds: float = 2.2, steps: int = 4) -> Path:
+    """Write images as an animation in which each fades into the next."""
+    images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
+    frames, durations = [], []
+    for image, other in zip(images, images[1:] + images[:1], strict=True):
+        frames += [image, *(Image.blend(image, other, step / (steps + 1)) for step in range(1, steps + 1))]
+        durations += [round(1000 * seconds), *[60] * steps]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=62, method=6)
+    return path
 
 
 def parse(description: str | None, arguments: Sequence[str] | None, *, only: bool = False) -> argparse.Namespace:

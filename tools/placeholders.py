@@ -9,12 +9,13 @@ second form writes the values into the files. Values that are left out keep thei
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("pyproject.toml", "CITATION.cff", "CODE_OF_CONDUCT.md", "paper.md")
+FILES = ("pyproject.toml", "CITATION.cff", "CODE_OF_CONDUCT.md", "paper.md", "README.md")
 #: The options, and what each value is.
 VALUES = {
     "owner": "the account on GitHub that owns the repository",
@@ -48,6 +49,8 @@ def fill(root: Path, values: dict[str, str]) -> None:
             text = path.read_text(encoding="utf-8")
             for option, value in values.items():
                 text = text.replace(placeholder(option), value)
+            if "owner" in values:  # badges and links of the repository are hidden until then
+                text = re.sub(r"<!-- of the repository:\n(.*?)\n-->", r"\1", text, flags=re.DOTALL)
             path.write_text(text, encoding="utf-8")
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from functools import partial
 from pathlib import Path
@@ -244,3 +246,25 @@ def test_the_demo_writes_overlays_and_a_strip(here, tmp_path):
     for file in files:
         with Image.open(file) as image:
             image.verify()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{image}x"], "does not exist. Did you mean"),
+        (["{image}", "--model", "nowhere/mine.pth"], "nowhere/mine.pth does not exist"),
+        (["{image}", "--cmap", "plasmaa"], "Did you mean 'plasma'"),
+        (["{image}", "-o", "map.pmg"], "map.pmg"),
+        (["{image}", "--class", "eagel"], "bald eagle"),
+        (["{image}", "--class-names", "{names}", "--class", "dgo"], "Did you mean 'dog'"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_torch_is_loaded(images, tmp_path, words, message):
+    (tmp_path / "names.txt").write_text("cat\ndog\n")
+    given = [word.format(image=images[0], names=tmp_path / "names.txt") for word in words]
+    script = (
+        f"import sys; sys.argv = ['vitflow', 'explain', *{given!r}]; from vitflow.cli import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == "False\n"

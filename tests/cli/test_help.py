@@ -41,18 +41,25 @@ def test_every_option_is_in_a_panel(name):
     actual = sections(reported(name, "--help", columns=120))
     assert "Model" in actual and "Show this message and exit." in " ".join(actual["Options"].split())
     listed = "\n".join(actual.values()).replace("/", " ")
-    flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
+    shown = [param for param in cli.commands[name].params if not getattr(param, "hidden", False)]
+    flags = [flag for param in shown for flag in param.opts if flag.startswith("--")]
     assert [flag for flag in flags if listed.count(f" {flag} ") == 0] == []
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_options_of_methods_are_the_last_group(name):
+def test_options_of_methods_are_accepted_and_described_elsewhere(name):
     table = TEXT_METHODS if name in ("read", "caption") else {method.name: method for method in list_methods()}
-    *_, (title, body) = sections(reported(name, "--help", columns=200)).items()
-    assert title.startswith("Options of methods")
     expected = {name for name in OPTIONS if any(method.accepts(name) for method in table.values())}
-    expected |= set() if table is TEXT_METHODS else {"peer_options"}
-    assert {option for option in OPTIONS if f" --{option.replace('_', '-')} " in body} == expected
+    assert expected <= {param.name for param in cli.commands[name].params}
+    text = " ".join(reported(name, "--help", columns=110).split())
+    assert "vitflow methods NAME" in text and "--discard-ratio" not in text
+
+
+def test_the_help_of_explain_fits_90_lines_and_the_methods_a_screen():
+    assert len(reported("explain", "--help").splitlines()) <= 90
+    lines = reported("methods").splitlines()
+    assert len(lines) < 24 and lines[0].split() == ["class-specific", "not", "class-specific"]
+    assert {method.name for method in list_methods()} <= set(" ".join(lines).split())
 
 
 def test_the_first_screen_of_explain_has_what_each_call_needs():

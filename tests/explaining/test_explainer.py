@@ -23,7 +23,8 @@ from tests.small import DATA, Custom, custom_model, photo
 from vitflow import Contrast, Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.captions import class_lines
-from vitflow.explaining.targets import class_index, resolve_targets
+from vitflow.explaining.targets import resolve_targets
+from vitflow.models.classes import class_index, imagenet_names
 from vitflow.models.names import class_names_of
 
 
@@ -422,3 +423,14 @@ def test_an_open_file_is_one_image():
     for maps in ([vitflow.explain(file, explainer, method="rollout")], explainer.explain_batch(file, method="rollout")):
         assert len(maps) == 1
         np.testing.assert_array_equal(maps[0].grid, expected)
+
+
+def test_a_misspelt_class_is_found_by_its_words():
+    names = imagenet_names(1000)
+    for wrong, meant in (
+        ("eagel", "bald eagle"),
+        ("egyptian catt", "Egyptian cat"),
+        ("goldn retriever", "golden retriever"),
+    ):
+        with pytest.raises(OptionError, match=f"Did you mean .*{meant}"):
+            class_index(wrong, 1000, names)

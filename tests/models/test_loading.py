@@ -12,6 +12,7 @@ import safetensors.torch
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.utils import ModelEma, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -22,8 +23,9 @@ from tests.small import Custom
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint
+from vitflow.models.classes import imagenet_classes, imagenet_names, read_class_names
 from vitflow.models.info import read_input_spec
-from vitflow.models.names import class_names_of, model_id, read_class_names
+from vitflow.models.names import class_names_of, model_id
 
 ID = "test_vit"
 PRETRAINED = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.1] * 3, "std": [0.2] * 3}
@@ -189,7 +191,7 @@ def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
     (tmp_path / "names.json").write_text(text)
     with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
         read_class_names(tmp_path / "names.json")
-    monkeypatch.setattr("vitflow.models.names._LARGEST_NAMES", 3)
+    monkeypatch.setattr("vitflow.models.classes._LARGEST_NAMES", 3)
     (tmp_path / "names.txt").write_text("cat\ndog")
     with pytest.raises(ModelError, match="at most 3 bytes, got 7"):
         read_class_names(tmp_path / "names.txt")
@@ -419,3 +421,10 @@ def test_initial_values_that_weights_replace_are_not_drawn():
     with hub.SkippedInitialisers():
         built = torch.nn.Linear(8, 8)
     assert torch.get_rng_state().equal(before) and built.weight.requires_grad
+
+
+@pytest.mark.parametrize("count", [1000, 11221, 11821, 21841, 21842, 21843])
+def test_the_classes_of_imagenet_are_those_of_timm(count):
+    info = ImageNetInfo(infer_imagenet_subset({"num_classes": count}))
+    expected = [(id, *info.label_name_to_description(id).split(", ")) for id in info.label_names()]
+    assert list(imagenet_classes(count)) == expected and len(set(imagenet_names(count))) > 0.99 * count

@@ -19,13 +19,14 @@ from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Score, Target, class_index, is_several, top_count
+from vitflow.explaining.targets import Score, Target
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.images.videos import read_video, write_video
 from vitflow.methods.similarity import spearman
+from vitflow.models.classes import class_index, is_several, top_count
 from vitflow.models.videos import StackedFrames
 from vitflow.registry.choices import ChosenMethod, choose_methods
 from vitflow.registry.method_table import is_signed

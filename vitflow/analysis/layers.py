@@ -214,6 +214,15 @@ class Features(FigureResult):
         return f"Features({count} image{'s' if count > 1 else ''}, layer {self.layer}, {shares} of the variance)"
 
     @property
+    def summary(self) -> str:
+        """The sentence below the figure."""
+        together = "" if len(self.images) == 1 else " over all images"
+        return (
+            f"First three principal components of the {'foreground ' if self.foreground else ''}patch features"
+            f"{together} as red, green and blue: {', '.join(f'{each:.0%}' for each in self.shares)} of the variance."
+        )
+
+    @property
     def colours(self) -> tuple[NDArray[np.float32], ...]:
         """Components of each image as red, green and blue from 0 to 1, [rows, cols, 3]; NaN in the padding.
 
@@ -242,12 +251,7 @@ class Features(FigureResult):
             for image, colours, shown in zip(self.images, self.colours, self.shown, strict=True)
         ]
         bands = [([Column("")] * len(row), [row]) for row in in_rows(cells, _MOST_COLUMNS)]
-        together = "" if len(self.images) == 1 else " over all images"
-        note = (
-            f"First three principal components of the {'foreground ' if self.foreground else ''}patch features"
-            f"{together} as red, green and blue: {', '.join(f'{each:.0%}' for each in self.shares)} of the variance.\n"
-            f"Model: {captions.model_in_words(self.model, self.model_note)}, layer {self.layer}."
-        )
+        note = f"{self.summary}\nModel: {captions.model_in_words(self.model, self.model_note)}, layer {self.layer}."
         return written(draw_bands(bands, note=note, dpi=pen.dpi), path)
 
     def records(self) -> list[dict[str, Any]]:

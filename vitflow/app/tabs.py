@@ -16,9 +16,9 @@ from vitflow.explaining.captions import class_lines, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage, name_of
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import is_several
 from vitflow.images.figures import Column, draw_bands
 from vitflow.images.pen import Pen
+from vitflow.models.classes import is_several
 from vitflow.registry.method_table import BASELINES, get_method, list_methods
 from vitflow.registry.options import OPTIONS
 

@@ -24,6 +24,7 @@ from vitflow.cli.output import (
 )
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
+from vitflow.models.classes import is_several
 from vitflow.registry.choices import choose_methods
 
 # Bytes of the ending of a default file name, which contains the requested classes.
@@ -77,6 +78,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     # maps of different classes must not overwrite each other
     targets = [*given["targets"], *(["against", given["against"]] if given["against"] else [])]
     outputs = _output_paths(images, given["output"], _ending(given["method"], *targets), suffixes)
+    shared.check_before_loading(given)
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
@@ -95,8 +97,6 @@ def _is_strip(given: Mapping[str, Any]) -> bool:
     targets = given["targets"] or given["prompts"]
     if given["like"] or len(targets) != 1:
         return bool(given["like"]) or len(targets) > 1
-    from vitflow.explaining.targets import is_several
-
     return is_several(targets[0])
 
 

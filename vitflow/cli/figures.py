@@ -65,11 +65,12 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @shared.figure_option("strip", "compare")
 @shared.json_option
 def compare(images: tuple[Path, ...], **given: Any) -> None:
-    """Draw the maps of several methods over each IMAGE side by side, and report their agreement."""
+    """Draw the maps of several methods over each IMAGE side by side; --json has their agreement."""
     options = shared.method_values(given)
     output = output_file(images, given["output"], "compare")
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
+    shared.check_before_loading(given)
     from vitflow.analysis.comparison import compare
 
     explainer = shared.make_explainer(given)
@@ -77,11 +78,10 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     drawing = shared.drawing_values(given) | shared.given_options(given, ["same_scale"])
     save_result(comparison, output, drawing, given["as_json"], explainer)
     say_notes(comparison.saliencies)
-    say(str(comparison.agreement()))
 
 
 @click.command(short_help="Show a map layer by layer, and the heads of one layer.", panel="Images")
-@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
+@shared.image_argument
 @shared.model_options
 @shared.class_option(
     metavar="NAME|INDEX", help="Class to explain and report, INDEX from 0.  [default: the predicted class]"
@@ -99,6 +99,7 @@ def layers(image: Path, **given: Any) -> None:
     method = given["method"] or default_method(shared.has_target(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], "layers")
+    shared.check_before_loading(given)
     explainer = shared.make_explainer(given)
     from vitflow.analysis.layers import layer_maps
 
@@ -134,7 +135,7 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
     drawing = shared.given_options(given, ("alpha", "interpolation"))
     save_result(components, output, drawing, given["as_json"], explainer)
-    say(repr(components))
+    say(components.summary)
 
 
 @click.command(panel="Images")
@@ -177,6 +178,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], "explore", (".html",))
     methods = list(given["methods"]) or None
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
+    shared.check_before_loading(given)
     from vitflow.analysis.exploring import explore
 
     explainer = shared.make_explainer(given)
@@ -191,8 +193,6 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     )
     with writing(output):
         page.save(output)
-    for note in page.notes:
-        say(note)
     say_model_note(explainer.model_id, explainer.model_info.note)
     click.echo(printable(output))
 

@@ -36,7 +36,13 @@ class _Source(click.Path):
 )
 @shared.against_option
 @shared.question_options
-@shared.option("Method", "--method methods", "NAME", f"Method; repeatable.  {shared.METHOD_DEFAULT}", multiple=True)
+@shared.option(
+    "Method",
+    "--method methods",
+    "NAME",
+    f"Method; repeatable.  {shared.METHOD_DEFAULT}",
+    multiple=True,
+)
 @shared.option("Images", "--recursive -r", bool, "Include subfolders.")
 @shared.option("Images", "--glob", "PATTERN", "Read files whose name or path matches, with any suffix.")
 @shared.limit_option
@@ -84,6 +90,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     """
     options, is_default = shared.method_values(given), not given["methods"]
     chosen = choose_methods(given["methods"] or None, options, has_target=shared.has_target(given))
+    shared.check_before_loading(given)
     # Before torch is loaded: waiting threads of the model must not occupy the cores that read and write images.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import rich_click as click
 
 from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
+from vitflow.files import is_folder, is_there
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
+from vitflow.models.classes import class_index, imagenet_names, read_class_names, top_count
 from vitflow.registry.method_table import Method, get_method, list_methods
 from vitflow.registry.options import OPTIONS, Option, Scope, options_of
 from vitflow.text.method_table import TEXT_METHODS
@@ -21,12 +24,13 @@ _Command = Callable[..., None]
 
 # Trained on photographs, and small enough to download for a first try.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
+_OPTIONS_OF_METHODS = "The options of a method are listed by vitflow methods NAME."
 _OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
-_METHOD_OPTIONS = "Options of methods (those of one, with defaults: vitflow methods NAME)"
 #: Groups of options in the order of the help; "Options" is the group of those without another one.
 PANELS = (
     *("Model", "Text", "Images", "Target", "Method", "Measurement", "Options", "Drawing", "Server", "Cluster"),
-    *("Video", "Model details", "Measurement details", _METHOD_OPTIONS),
+    *("Video", "Model details", "Measurement details"),
 )
 
 #: An existing file, an output file, and an existing and an output folder.
@@ -71,29 +75,47 @@ def together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 
 
 def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
-    """Add every option of these methods to a command; by default of all image methods."""
+    """Add every option of these methods to a command, without help; by default of all image methods."""
     table = list(list_methods() if methods is None else methods)
+    command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_OPTIONS_OF_METHODS}"
     return together(
         *(
-            table_option(row, _METHOD_OPTIONS)
+            table_option(row, "Method", hidden=True)
             for name, row in options_of(*_OF_METHODS).items()
             if any(method.accepts(name) for method in table) or (name == "peer_options" and methods is None)
         )
     )(command)
 
 
-def table_option(row: Option, panel: str, default: str = "") -> Callable[[_Command], _Command]:
+class _Colours(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A colour map of matplotlib, looked up before torch is loaded."""
+
+    name = "NAME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from vitflow.images.overlay import color_table
+
+        try:
+            color_table(value, two_sides=False)
+        except OptionError as error:
+            self.fail(str(error), param, ctx)
+        return value
+
+
+def table_option(row: Option, panel: str, default: str = "", **more: Any) -> Callable[[_Command], _Command]:
     """Return the command-line option of a row of the option table, with its default as text."""
     kind: Any = row.kind
     if row.kind == "choice":
         kind = row.choices
     elif row.kind is bool and row.scope == "drawing":
         kind = bool
+    elif row.name == "cmap":
+        kind = _Colours()
     elif row.limits and row.kind is float:
         kind = click.FloatRange(*row.limits)
     elif row.choices or row.kind not in (int, float, str):  # click's own help and errors suit these
         kind = _Value(row)
-    more = {} if isinstance(kind, tuple) or kind is bool else {"metavar": row.values}
+    more |= {} if isinstance(kind, tuple) or kind is bool else {"metavar": row.values}
     help = f"{row.help}  [default: {default}]" if default else row.help
     return option(panel, f"{flag_of(row.name)} {row.name}", kind, help, default=None, **more)
 
@@ -173,7 +195,23 @@ resume_option = option(
     default=True,
 )
 
-images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+
+def _existing(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Return the paths of images; OptionError if none exists."""
+    paths = value if isinstance(value, tuple) else (value,)
+    if not any(map(is_there, paths)):
+        first = paths[0]
+        files = [file.name for file in first.parent.iterdir()] if is_folder(first.parent) else []
+        near = get_close_matches(first.name, files, 1)
+        hint = f" Did you mean {printable(first.with_name(near[0]))}?" if near else ""
+        raise OptionError(f"Expected an image, but {printable(first)} does not exist.{hint}")
+    return value
+
+
+_image: dict[str, Any] = {"required": True, "type": click.Path(path_type=Path), "callback": _existing}
+#: One image or video, and several.
+image_argument: Callable[[_Command], _Command] = click.argument("image", metavar="IMAGE", **_image)
+images_argument: Callable[[_Command], _Command] = click.argument("images", nargs=-1, metavar="IMAGE…", **_image)
 json_option = option("", "--json as_json", bool, "Print one JSON object per image.")
 #: Called with its help: an output file or folder.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
@@ -270,6 +308,25 @@ def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given values of the parameters of a function, without the options of the table."""
     return given_options(given, [name for name in inspect.signature(function).parameters if name not in OPTIONS])
+
+
+def check_before_loading(given: Mapping[str, Any]) -> None:
+    """Raise OptionError, before torch is loaded, for a missing file of weights, and classes that are known to be wrong.
+
+    The names of classes are those of --class-names, or ImageNet's for an id of timm whose weights are for it.
+    """
+    model = str(given["model"] or DEFAULT_MODEL)
+    if Path(model).suffix in _WEIGHTS and not Path(model).exists():
+        raise OptionError(f"Expected --model as an id or an existing file, but {printable(model)} does not exist.")
+    names = None
+    if given["class_names"]:
+        names = read_class_names(given["class_names"])
+    elif model.endswith("in1k") and not (given["checkpoint"] or given["num_classes"]):
+        names = imagenet_names(1000)
+    others = given.get("prompts") or given.get("like") or given.get("box")
+    for target in () if others else [*given.get("targets", ()), given.get("target"), given.get("against")]:
+        if names and target != "rest" and top_count(target) is None:
+            class_index(target, len(names), names)
 
 
 def make_explainer(given: Mapping[str, Any]) -> Any:

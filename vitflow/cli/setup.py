@@ -6,8 +6,9 @@ import re
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.argument("name", required=False)
 @shared.option("", "--json as_json", bool, "Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
-    """List the methods, their questions and sources.
+    """List the methods.
 
-    With NAME, describe one method: also the meaning and values of each option.
+    With NAME, describe one method: its question, its source, and the meaning and values of each option.
     """
     tables = {"image": list_methods(text=False), "text": list_methods(text=True)}
     if name is not None:
@@ -41,7 +42,10 @@ def methods(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_record(kind, method) for kind, method in rows], indent=2))
         return
-    click.echo("\n".join(_description(kind, method, options=name is not None) for kind, method in rows), nl=False)
+    if name is None:
+        click.echo(_table(tables))
+    else:
+        click.echo("\n".join(_description(kind, method) for kind, method in rows), nl=False)
 
 
 def _record(kind: str, method: Method) -> dict[str, Any]:
@@ -59,8 +63,18 @@ def _record(kind: str, method: Method) -> dict[str, Any]:
     }
 
 
-def _description(kind: str, method: Method, *, options: bool) -> str:
-    """Describe a method: its question and its source, and with `options` the values of each option."""
+def _table(tables: Mapping[str, Sequence[Method]]) -> str:
+    """Return the names of methods, class-specific and not, of images and texts."""
+    lines = [f"{'':7} {'class-specific':20} not class-specific"]
+    for kind, table in tables.items():
+        columns = [[each.name for each in table if each.class_specific is specific] for specific in (True, False)]
+        pairs = enumerate(zip_longest(*columns, fillvalue=""))
+        lines += [f"{f'{kind}s' if index == 0 else '':7} {one:20} {other}".rstrip() for index, (one, other) in pairs]
+    return "\n".join([*lines, "", "vitflow methods NAME: the question, the source and the options of a method."])
+
+
+def _description(kind: str, method: Method) -> str:
+    """Describe a method: its question, its source, and the values of each option."""
     formatter = click.HelpFormatter(max_width=110)
     formatter.write(f"{method.name}{' (texts)' if kind == 'text' else ''}\n")
     with formatter.indentation():
@@ -80,7 +94,7 @@ def _description(kind: str, method: Method, *, options: bool) -> str:
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         settings = "  ".join(f"{shared.flag_of(name)} {default_in_words(name, v)}" for name, v in differing.items())
         rows.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{settings or 'the defaults'}]"))
-    if options and rows:
+    if rows:
         with formatter.section("Options"):
             formatter.write_dl(rows)
     return formatter.getvalue()

@@ -23,8 +23,8 @@ from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.samples import Label, Labelled, Mask, Region, Sample
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import class_index
 from vitflow.methods.cells import cell_edges
+from vitflow.models.classes import class_index, imagenet_classes
 from vitflow.registry.choices import ChosenMethod
 
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -89,9 +89,7 @@ def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) ->
 
 @cache
 def _imagenet_synsets() -> dict[str, int]:
-    from timm.data import ImageNetInfo
-
-    return {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    return {names[0]: index for index, names in enumerate(imagenet_classes(_IMAGENET_CLASSES) or ())}
 
 
 # --- Grids -----------------------------------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import headless
 from vitflow.models.calls import check_rows, refused_input
+from vitflow.models.classes import ClassNames, check_name_count
 from vitflow.models.data_configs import library_data_config
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.info import read_model_info
 from vitflow.models.loading import load_model
-from vitflow.models.names import ClassNames, check_name_count, model_id
+from vitflow.models.names import model_id
 from vitflow.models.outputs import Binding, Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, bind_tower, is_pair, is_prompted_detector, pair_of, refuse_without_prompts
 from vitflow.models.parts import refuse_joint_text, refuse_scripted, unwrap

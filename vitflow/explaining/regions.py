@@ -14,11 +14,11 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.features import box_inside, check_box
-from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
 from vitflow.models.calls import dense_logits_of, detections_of
+from vitflow.models.classes import checked_class_names, class_index, is_several, top_count
 from vitflow.models.data_configs import library_data_config
-from vitflow.models.names import NO_OBJECT, checked_class_names, config_labels, is_segmenting, model_id, output_names
+from vitflow.models.names import NO_OBJECT, config_labels, is_segmenting, model_id, output_names
 from vitflow.models.outputs import Binding, Outputs, activate
 from vitflow.models.pairs import PromptedDetector, Prompts
 from vitflow.models.pairs import prompts as prompts_of

@@ -1,10 +1,7 @@
 """Targets: classes by index or name, the most probable classes, one class per image, and contrasts."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher, get_close_matches
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,12 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.models.names import wordnet_of
+from vitflow.models.classes import class_index, is_several, top_count
 from vitflow.models.outputs import Outputs
 from vitflow.registry.choices import Chosen
 
-# An error about an unknown class lists the names of at most this many classes.
-_LISTED_CLASSES = 20
 # Number of the most probable classes that a score keeps: a class and three others.
 _TOP = 4
 
@@ -177,27 +172,6 @@ def is_per_image(targets: Any) -> bool:
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
-def top_count(target: Any) -> int | None:
-    """Return k of "topk", the k most probable classes, 1 for None, and None for a class.
-
-    >>> top_count("top3"), top_count(None), top_count("tabby")
-    (3, 1, None)
-    """
-    if target is None:
-        return 1
-    match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
-    return int(match.group(1)) if match else None
-
-
-def is_several(target: Any) -> bool:
-    """Return True if one target stands for several classes, as "top2" does.
-
-    >>> is_several("top2"), is_several("top1"), is_several(None)
-    (True, False, False)
-    """
-    return (top_count(target) or 1) > 1
-
-
 def _given_targets(targets: Any, probabilities: Tensor, class_names: Sequence[str] | None) -> Tensor:
     batch, count = probabilities.shape
     if not isinstance(targets, Tensor) and targets.dtype == object:
@@ -215,73 +189,6 @@ def _given_targets(targets: Any, probabilities: Tensor, class_names: Sequence[st
     if ((indices < 0) | (indices >= count)).any():
         raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
     return indices
-
-
-def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
-    """Return the index of a class given by index or name; ImageNet classes also by any synonym or WordNet id.
-
-    Case and underscores are ignored. A text that is the name of a class is not an index.
-
-    >>> class_index("Egyptian_CAT", 2, ["tabby", "Egyptian cat"])
-    1
-    """
-    text = str(target).strip()
-    matches = [i for i, name in enumerate(class_names or ()) if name.lower() == text.lower()]
-    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) and not (matches and isinstance(target, str)):
-        index = int(text)
-        if not 0 <= index < num_classes:
-            raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")
-        return index
-    if class_names is None:
-        raise OptionError(
-            f"This model has no class names, got {text!r}: give an index, or pass class_names= (--class-names)."
-        )
-    query, synonyms = _plain(text), _synonyms(tuple(class_names))
-    matches = matches or [i for i, names in enumerate(synonyms) if query == names[0]]
-    matches = matches or [i for i, names in enumerate(synonyms) if query in names]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        listed = ", ".join(f"{class_names[i]!r} ({i})" for i in matches[:5])
-        raise OptionError(f"Several classes are called {text!r}: {listed}. Give the index.")
-    close = _close(query, synonyms)
-    known = wordnet_of(tuple(class_names)) or [("", name) for name in class_names]
-    hint = f" Did you mean {', '.join(repr(', '.join(known[i][1:])) for i in close)}?" if close else ""
-    if num_classes <= _LISTED_CLASSES:
-        raise OptionError(f"Unknown class {text!r}.{hint} Known: {', '.join(class_names)}.")
-    raise OptionError(f"Unknown class {text!r}.{hint} Give a name of the model's {num_classes} classes, or an index.")
-
-
-def _plain(name: str) -> str:
-    """Normalise case, underscores and spaces of a name."""
-    return " ".join(name.lower().replace("_", " ").split())
-
-
-@lru_cache(maxsize=8)
-def _synonyms(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the normalised names of each class: its name, the parts of it, and its WordNet synonyms."""
-    wordnet = wordnet_of(class_names) or ((),) * len(class_names)
-    every = ((name, *name.split(", "), *others) for name, others in zip(class_names, wordnet, strict=True))
-    return [tuple(map(_plain, names)) for names in every]
-
-
-def _close(query: str, synonyms: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
-    """Return the classes most similar to a query.
-
-    Names that contain all words of the query come first, then names with one of them, then similar spellings. Classes
-    of which more synonyms contain the words come first: "lesser panda", also called "bear cat", is not a cat.
-    """
-    words = {word for word in query.split() if len(word) > 2}
-    similar = set(get_close_matches(query, {name for names in synonyms for name in names}, n=3))
-    ranked = []
-    for i, names in enumerate(synonyms):
-        shares = any(words & set(name.split()) for name in names)
-        if shares or not similar.isdisjoint(names):
-            similarity = max(SequenceMatcher(None, query, name).ratio() for name in names)
-            different = set(names)
-            contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
-            ranked.append((not shares, -contain, -similarity, i))
-    return [i for *_, i in sorted(ranked)[:most]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
-from vitflow.explaining.targets import class_index
 from vitflow.folder.columns import Row, by_rank, placement_of
 from vitflow.folder.draw import explained, open_run, read_photograph
+from vitflow.models.classes import class_index
 from vitflow.registry.method_table import get_method, is_signed
 
 # Labels without a class that a report names.

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitflow.errors import VitflowWarning, whole_number
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.targets import Contrast, Target, is_several
+from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.columns import by_rank, check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, check_drawing, show_run
@@ -27,6 +27,7 @@ from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
+from vitflow.models.classes import is_several
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 

@@ -23,14 +23,13 @@ from vitflow.explaining.targets import (
     Target,
     check_class_specific,
     contrasts_among,
-    is_several,
     resolve_targets,
-    top_count,
 )
 from vitflow.files import in_file_name
 from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS
+from vitflow.models.classes import is_several, top_count
 from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, has_targets
 from vitflow.registry.method_table import is_slow
 

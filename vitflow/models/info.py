@@ -14,11 +14,10 @@ from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import embedding_of, height_width, patch_embed_of, transformer_of
+from vitflow.models.classes import ClassNames, checked_class_names
 from vitflow.models.data_configs import checked_data_config, default_config, library_data_config
 from vitflow.models.names import (
-    ClassNames,
     check_name,
-    checked_class_names,
     class_activation,
     class_count,
     class_names_of,

@@ -13,8 +13,9 @@ from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
 from vitflow.models.architectures import infer_parts, infer_sizes, plain_model_of, size_hint, with_plain_head
 from vitflow.models.checkpoints import WHOLE, Weights, weights_for
+from vitflow.models.classes import ClassNames, checked_class_names
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
-from vitflow.models.names import ClassNames, checked_class_names, class_count, remember_name
+from vitflow.models.names import class_count, remember_name
 
 # Parameters allowed beyond twice those of the file, for classes that the file lacks.
 _EXTRA_PARAMETERS = 25_000_000

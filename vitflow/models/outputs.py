@@ -15,8 +15,8 @@ from torch.nn.functional import normalize
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.calls import as_rows, in_words, logits_of, no_logits, tensors_in
+from vitflow.models.classes import ClassNames
 from vitflow.models.identity import state_sha256, weights_sha256
-from vitflow.models.names import ClassNames
 
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
