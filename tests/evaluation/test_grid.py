@@ -69,7 +69,7 @@ def test_objects_are_scored_by_their_mass_and_their_mean():
 
 
 def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
-    dataset = open_dataset("demo:16:3000")
+    dataset = open_dataset("demo:10:3000")
     grids = make_grids(dataset.samples, demo, 0)
     assert grids == {} or len(grids) % 4 == 0
     assert len(grids) >= 4
@@ -91,7 +91,7 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
 
 def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_path, monkeypatch):
     options = {"model": demo, "methods": ["gae", "rollout"], "metrics": ["grid"], "output": tmp_path / "out"}
-    actual = evaluate("demo:16:3000", **options)
+    actual = evaluate("demo:12:3000", **options)
     assert [metric.name for metric in actual.metrics] == [
         *("grid_energy", "grid_auc", "grid_wins", "separation", "separation_wins")
     ]
@@ -115,14 +115,14 @@ def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_
 
     monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as db:
-        db.execute("DELETE FROM rows WHERE position > 10")
+        db.execute("DELETE FROM rows WHERE position > 8")
         db.commit()
-    again = evaluate("demo:16:3000", **options)
+    again = evaluate("demo:12:3000", **options)
     for name in means:
         np.testing.assert_array_equal(again.values[name], actual.values[name])
     # Of fewer images other grids are made: what was measured in another one counts no more.
-    fewer = evaluate("demo:16:3000", **{**options, "limit": 10})
-    fresh = evaluate("demo:16:3000", **{**options, "limit": 10, "output": None})
+    fewer = evaluate("demo:12:3000", **{**options, "limit": 8})
+    fresh = evaluate("demo:12:3000", **{**options, "limit": 8, "output": None})
     np.testing.assert_array_equal(fewer.values["grid_auc"], fresh.values["grid_auc"])
 
 

@@ -37,6 +37,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             methods=["gae", METHOD],
             metrics=["localisation", "faithfulness", "sanity", "correlation"],
             sanity_images=1,
+            points=3,
             blurred_control=True,
             output=place.parent / "out",
         )

@@ -51,14 +51,14 @@ def folder(tmp_path) -> Path:
 
 def test_the_values_are_those_of_the_parts(demo):
     groups = ["localisation", "faithfulness", "sanity"]
-    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=groups, sanity_images=2)
+    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=groups, sanity_images=2, points=3)
     assert actual.methods == ("rollout", "gae", "random", "centre")
     assert [metric.name for metric in actual.metrics] == [name for name, one in METRICS.items() if one.group in groups]
     for number in range(2):
         image = draw_image(number)
         largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
         maps = demo.explain_batch([image.image], methods=list(actual.methods), targets=largest)
-        curves = faithfulness_curves(demo, maps)
+        curves = faithfulness_curves(demo, maps, points=3)
         flips = flip_stability(demo, maps)
         for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
             truth = localise(one.heatmap, image.mask_of(largest))
@@ -77,7 +77,7 @@ def test_the_values_are_those_of_the_parts(demo):
 
 def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
     metrics = ["roc_auc", "deletion_auc", "flip_stability"]
-    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=metrics, blurred_control=True)
+    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=metrics, blurred_control=True, points=3)
     assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
     largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
     [one] = demo.explain_batch([draw_image(1).image], methods=["gae"], targets=largest)
@@ -88,7 +88,7 @@ def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
     twin = replace(one, grid=grid.astype(np.float32))
     truth = localise(twin.heatmap, draw_image(1).mask_of(largest))
     assert actual.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
-    [curve] = faithfulness_curves(demo, [twin])
+    [curve] = faithfulness_curves(demo, [twin], points=3)
     assert actual.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
     checked = actual.values["flip_stability"][~np.isnan(actual.values["flip_stability"]).all(axis=1)]
     assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
@@ -104,7 +104,7 @@ def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
 
 
 def test_the_batch_changes_no_value(demo):
-    quick = {"model": demo, "methods": QUICK, "metrics": ["localisation", "faithfulness"]}
+    quick = {"model": demo, "methods": QUICK, "metrics": ["localisation", "faithfulness"], "points": 3}
     first, again = evaluate("demo:2", **quick), evaluate("demo:2", batch_size=1, **quick)
     for metric in first.metrics:
         assert first.values[metric.name] == pytest.approx(again.values[metric.name], abs=2e-3), metric.name
@@ -164,7 +164,7 @@ def test_rank_correlation_by_layer_is_a_group(demo):
 def test_images_without_regions_leave_localisation_out_and_say_so(folder, demo):
     for mask in folder.glob("*_mask.png"):
         mask.unlink()
-    actual = evaluate(folder, model=demo, methods=["gae"], metrics=["localisation", "faithfulness"])
+    actual = evaluate(folder, model=demo, methods=["gae"], metrics=["localisation", "faithfulness"], points=3)
     assert actual.groups == ["faithfulness"]
     assert any("Skipped localisation" in note for note in actual.notes)
     assert any("predicted class" in note for note in actual.notes)
@@ -195,7 +195,14 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
 def test_constant_maps_are_counted_and_reported(demo, monkeypatch):
     monkeypatch.setattr(method_table, "METHODS", dict(METHODS))
     register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
-    actual = evaluate("demo:3", model=demo, methods=["nothing", "gae"], sanity_images=1)
+    actual = evaluate(
+        "demo:3",
+        model=demo,
+        methods=["nothing", "gae"],
+        metrics=["localisation", "faithfulness", "sanity"],
+        points=3,
+        sanity_images=1,
+    )
     for name in ("deletion_auc", "insertion_auc", "gap"):
         estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
@@ -396,7 +403,7 @@ def test_an_output_that_cannot_be_written_is_reported(demo, tmp_path, no_drawing
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, demo) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    entry = {"methods": QUICK, "sanity_images": 1}
+    entry = {"methods": QUICK, "sanity_images": 1, "points": 3}
     entry["metrics"] = ["localisation", "faithfulness", "sanity"]
     return evaluate("demo:4", model=demo, output=place, **entry), place
 
