@@ -92,8 +92,8 @@ def _draw_localisation(axes: Axes, tables: Tables, method: str) -> None:
         axes.barh(place, estimate.mean or 0.0, height=0.62, color=BASELINE if tables.is_baseline(name) else BAR)
         if estimate.low is not None:
             axes.hlines(place, estimate.low, estimate.high or 0.0, color=INK, linewidth=0.9)
-        axes.text(0.02, place, str(estimate), va="center", **plain(BODY) | {"color": "white"})
-    axes.set_yticks(range(len(names)), [method_title(name) for name in names])
+    labels = [f"{method_title(name)}\n{table[name]}" for name in names]
+    axes.set_yticks(range(len(names)), labels, **plain(BODY))
     axes.set_xlim(0.0, 1.0)
     axes.invert_yaxis()
 
