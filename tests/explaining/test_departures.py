@@ -27,7 +27,12 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
 @pytest.mark.parametrize(
     ("name", "options", "reported"),
     [
-        ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
+        ("rollout", {}, "max over heads, 90% discarded, upper half of 12 or more layers, value-weighted, refined by"),
+        (
+            "rollout",
+            {"end_layer": 9},
+            "max over heads, 90% discarded, end layer 9, value-weighted, refined by attention",
+        ),
         ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by attention and keys"),
         ("flow", {"refine": 0}, "last 4 layers, rollout below, 90% discarded, value-weighted"),
         ("attention", {"layer": 2, "value_weighted": True}, "layer 2, weighted by value norms"),

@@ -147,7 +147,8 @@ def expected(image: dict, requested: dict) -> np.ndarray:
     grid = grid.double().reshape(1, rows, cols)
     if requested["refine"] and requested["map"] != "consensus":
         names = ["attention", "keys"] if requested["affinity"] == "both" else [requested["affinity"]]
-        whole = [matrix_of(unpacked(image["affinities"][name]), rows * cols) for name in names]
+        start = requested["start"] if requested["map"] == "rollout" else 1
+        whole = [matrix_of(unpacked(image["affinities"][name][start - 1]), rows * cols) for name in names]
         for _ in range(requested["refine"]):
             [balanced] = balance([torch.stack(whole)])
             grid = balanced.spread(grid.flatten(1).repeat(len(whole), 1))[0].mean(dim=0).view_as(grid)

@@ -87,7 +87,8 @@ def test_tabs_change_the_map(page):
     before = page.evaluate(draw)
     reported = page.locator("#departs")
     assert page.locator(".summary").text_content().count("rollout (not class-specific), centre") == 1
-    assert reported.text_content() == "max over heads, 90% discarded, value-weighted, refined by attention"
+    words = "max over heads, 90% discarded, upper half of 12 or more layers, value-weighted, refined by attention"
+    assert reported.text_content() == words
     page.get_by_role("tab", name="centre").click()
     assert reported.text_content() == ""
     assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"

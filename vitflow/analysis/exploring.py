@@ -24,6 +24,7 @@ from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.features import layer_features
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
+from vitflow.explaining.maps import middle_layer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score, Targets
 from vitflow.methods.refinement import AffinityName
@@ -91,15 +92,16 @@ def explore(
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources), deletion)
     explored = [explorer.explore(source, index) for index, source in enumerate(sources, start=1)]
     names = {entry["method"] for image in explored for entry in image.maps} | {*_OTHERWISE_LIVE, "similarity"}
+    kept = ("title", "defaults", "published", "signed")
+    methods_by_name = {name: {each: getattr(get_method(name), each) for each in kept} for name in sorted(names)}
+    first = {"start_layer": explored[0].start_layer}  # the page has numbers only
+    methods_by_name["rollout"]["defaults"] = methods_by_name["rollout"]["defaults"] | first
     return make_explorer(
         explored,
         model=explainer.model_id,
         model_note=explainer.model_info.note,
         call=call or _call(model, fit),
-        methods={
-            method.name: {name: getattr(method, name) for name in ("title", "defaults", "published", "signed")}
-            for method in map(get_method, sorted(names))
-        },
+        methods=methods_by_name,
         max_size=max_size,
     )
 
@@ -175,6 +177,7 @@ class _Explorer:
             )
             return trace
         explored.layout, explored.pooling = trace.layout, trace.pooling
+        explored.start_layer = middle_layer(trace, min(block.layers for block in trace.readouts_of(None).blocks))
         explored.readout = trace.readout[0].double().cpu().numpy()
         for fusion, weighting in keys:
             layers = trace.fused(fusion, value_weighted=weighting)
@@ -208,13 +211,15 @@ class _Explorer:
         """Add the affinities of the patches by attention and by keys."""
         names: tuple[AffinityName, ...] = ("attention", "keys")
         for name in names:
+            grid, layers = (trace.layout.rows, trace.layout.cols), range(1, len(trace.layers) + 1)
             try:
-                affinity = affinity_of(trace, name, (trace.layout.rows, trace.layout.cols))
+                affinities = [affinity_of(trace, name, grid, first_layer) for first_layer in layers]
             except UnsupportedModelError as error:
                 explored.refused.setdefault("refine", str(error))
                 continue
-            explored.affinities[name] = affinity.matrix[0].cpu().numpy()
-            explored.uniform = explored.uniform or (name == "attention" and bool(affinity.nearly_uniform[0]))
+            explored.affinities[name] = [affinity.matrix[0].cpu().numpy() for affinity in affinities]
+            uniform = any(bool(affinity.nearly_uniform[0]) for affinity in affinities)
+            explored.uniform = explored.uniform or (name == "attention" and uniform)
 
     def _heads(self, image: PlacedImage, explored: ExploredImage) -> None:
         """Add every head, unless they are clearly too large."""

@@ -238,7 +238,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     requested, (rows, cols) = "refine" in trace.requested, maps.grids.shape[1:]
     facts, effective = (each or [{}] * len(maps.grids) for each in (maps.facts, maps.effective))
     try:
-        affinity = affinity_of(trace, name, (rows, cols))
+        affinity = affinity_of(trace, name, (rows, cols), maps.first_layer)
     except UnsupportedModelError as error:
         if requested:
             raise
@@ -265,16 +265,17 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     return replace(maps, grids=grids, facts=facts, effective=effective)
 
 
-def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:
+def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int], first_layer: int = 1) -> Affinity:
     """Compute the affinity of the patches of a grid from the layers in which all of them attend to each other.
 
-    The trace caches it for further methods and classes. UnsupportedModelError if there is no such layer.
+    Layers below `first_layer`, counted from 1, have no part in it. The trace caches it for further methods and classes.
+    UnsupportedModelError if there is no such layer.
     """
     if name == "both":
-        attention, keys = (affinity_of(trace, each, grid) for each in ("attention", "keys"))
+        attention, keys = (affinity_of(trace, each, grid, first_layer) for each in ("attention", "keys"))
         return Affinity(attention.attention, keys.keys)
-    if (name, grid) not in trace.affinities:
-        layers = _layers(trace, name, grid)
+    if (key := (name, grid, first_layer)) not in trace.affinities:
+        layers = _layers(trace, name, grid, first_layer)
         try:
             if name == "attention":
                 means = [layer.mean for _, layer in layers if layer.mean is not None]
@@ -290,18 +291,21 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
                 )
         except ShapeError as error:
             raise UnsupportedModelError(f"{error} Use refine=0.") from error
-        trace.affinities[name, grid] = affinity
-    return trace.affinities[name, grid]
+        trace.affinities[key] = affinity
+    return trace.affinities[key]
 
 
-def _layers(trace: Trace, name: str, grid: tuple[int, int]) -> list[tuple[int, AttentionLayer]]:
+def _layers(trace: Trace, name: str, grid: tuple[int, int], first_layer: int) -> list[tuple[int, AttentionLayer]]:
     """Return the layers that determine the affinity of a grid, with their indices."""
     if trace.refusal is not None:
         raise UnsupportedModelError(trace.refusal)
     dense = [
         (index, layer)
         for index, layer in enumerate(trace.layers)
-        if (each := layer.located) is not None and each.dense and (each.keys.rows, each.keys.cols) == grid
+        if index + 1 >= first_layer
+        and (each := layer.located) is not None
+        and each.dense
+        and (each.keys.rows, each.keys.cols) == grid
     ]
     useful = [
         (index, layer) for index, layer in dense if (layer.keys is not None if name == "keys" else not layer.mixed)

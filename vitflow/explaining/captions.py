@@ -70,7 +70,7 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 
     >>> rollout = get_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
-    'max over heads, 50% discarded, value-weighted, refined by attention and keys'
+    'max over heads, 50% discarded, upper half of 12 or more layers, value-weighted, refined by attention and keys'
     >>> departures(rollout, rollout.complete({"preset": "paper"}))
     ''
     """
@@ -236,6 +236,12 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"Grad-CAM at {path}: the output does not depend on the patches of a later layer."
     if (share := facts.get("cam_share")) is not None:
         yield f"{share:.0%} of the score's gradient pass this layer: the output is also computed from others."
+    if layers := facts.get("layers"):
+        yield f"Layers {layers[0]} – {layers[1]}."
+    if layers := facts.get("flow_layers"):
+        below = facts.get("below")
+        words = f"rollout through layers {below[0]} – {below[1]} below" if below else "nothing below"
+        yield f"Flow through layers {layers[0]} – {layers[1]}, {words}."
     if blank := facts.get("blank"):
         cosine = f" (cosine {blank['cosine']:.3f})".replace("-", "−") if "cosine" in blank else ""
         yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ Patch = Sequence[int]
 
 # Saturated share from which a flow map gets a warning.
 MOSTLY_SATURATED = 0.5
+# Number of layers from which on rollout starts at the middle by default.
+_LAYERS_OF_HALVES = 12
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class Maps:
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
         significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
         effective: options of each image's map that differ from the given ones, because a default does not apply.
+        first_layer: first layer, counted from 1, of the affinity by which the map is refined.
     """
 
     grids: Tensor
@@ -135,6 +138,7 @@ class Maps:
     pixels: Tensor | None = None
     significant: Tensor | None = None
     effective: list[dict[str, Any]] | None = None
+    first_layer: int = 1
 
 
 def readout_of(trace: TargetedTrace, patch: Patch | None) -> Tensor:
@@ -218,6 +222,17 @@ def _for_the_class(
     return readouts | {top: torch.where(pooled.unsqueeze(1), weights, readouts[top].to(weights))}, matrices
 
 
+def middle_layer(trace: Trace, lowest_read: int | None = None) -> int:
+    """Return the first layer of the upper half, ⌊layers / 2⌋ + 1, of at least twelve layers of one grid; else 1.
+
+    It is 1, too, if the output is read from a lower layer, `lowest_read`.
+    """
+    count = len(trace.layers)
+    first = count // 2 + 1
+    whole = count < _LAYERS_OF_HALVES or trace.staged or (lowest_read is not None and lowest_read < first)
+    return 1 if whole else first
+
+
 def rollout(
     trace: TargetedTrace,
     *,
@@ -225,14 +240,19 @@ def rollout(
     value_weighted: ValueWeighting,
     patch: Patch | None,
     discard_ratio: float,
+    start_layer: int | str = "middle",
     end_layer: int = -1,
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the (finest) patch grid."""
     readouts, matrices = _readouts(trace, patch), trace.fused_values(head_fusion, value_weighted)
-    layers = trace.layers[: check_layer("end_layer", end_layer, len(trace.layers)) + 1]
-    options["discard_ratio"] = [discard_ratio if layer.prefix is None else 0.0 for layer in layers]
-    return _through_layers(trace, matrices, readouts, end_layer=end_layer, **options)
+    end = check_layer("end_layer", end_layer, len(trace.layers)) + 1
+    start = middle_layer(trace, min(readouts)) if isinstance(start_layer, str) else start_layer
+    start = check_layer("start_layer", start, end) + 1
+    options["discard_ratio"] = [discard_ratio if layer.prefix is None else 0.0 for layer in trace.layers[:end]]
+    maps = _through_layers(trace, matrices, readouts, start_layer=start, end_layer=end_layer, **options)
+    facts = [{"layers": [start, end]}] * len(maps.grids) if (start, end) != (1, len(trace.layers)) else []
+    return replace(maps, facts=facts, first_layer=start)
 
 
 def flow(
@@ -271,9 +291,10 @@ def flow(
     with tracking("attention flow", len(readout) * layout.num_tokens) as progress:
         flows = attention_flow(matrices, source=readout, layers=layers, progress=progress, **options)
     tokens, (first, last) = flows.values, flows.layers
-    if below == "rollout" and first > 1:
+    start = middle_layer(trace)
+    if passes_below := below == "rollout" and first > start:
         shares = flows.normalized.to(matrices[0].dtype)
-        tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, **options)
+        tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, start_layer=start, **options)
     shares_saturated: list[float] = flows.saturated_share.tolist()
     if max(shares_saturated) > MOSTLY_SATURATED:
         warnings.warn(
@@ -282,7 +303,8 @@ def flow(
             VitflowWarning,
             stacklevel=2,
         )
-    facts = [{"saturated": share, "flow_layers": [first, last]} for share in shares_saturated]
+    layers_below = [start, first - 1] if passes_below else None
+    facts = [{"saturated": share, "flow_layers": [first, last], "below": layers_below} for share in shares_saturated]
     return Maps(layout.to_grid(tokens), facts)
 
 

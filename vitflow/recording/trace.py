@@ -42,7 +42,7 @@ class Trace(RecordedHead):
         passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
             by module path; None for several runs.
         output: what the model returned.
-        affinities: patch affinities by kind and patch grid, filled on request.
+        affinities: patch affinities by kind, patch grid and first layer, filled on request.
     """
 
     features: dict[str, Tensor] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Trace(RecordedHead):
     calls_below: dict[str, int] = field(default_factory=dict)
     passed: dict[str, Tensor | None] = field(default_factory=dict)
     output: Any = None
-    affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
+    affinities: dict[tuple[str, tuple[int, int], int], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
     _moved: list[tuple[str, int | None] | None] = field(default_factory=list)
 

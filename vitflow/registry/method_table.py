@@ -24,23 +24,19 @@ class Method:
 
     Attributes:
         name: its name in calls.
-        function: `(trace, **options) -> maps`, or its location as "module:name"; `trace` is a `Trace` with `targets`
-            and `predict`, and the maps are [batch, rows, cols], or `Maps` with facts. Refinement options are not passed
-            (see `refine_stage`).
+        function: `(trace, **options) -> maps`, or its location as "module:name"; `trace` is a `TargetedTrace`, and maps
+            are [batch, rows, cols], or `Maps` with facts. Refinement options are passed as `refine_stage` says.
         summary: one line for `vitflow methods`.
         defaults: options and their defaults; `refine` and `affinity` are added automatically.
-        needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
-            "gradients" (of everything recorded), "features" (tokens after the first norm of block `layer`), "tokens"
-            (output of block `layer`, or of every block), "predict" (further forward passes), "repeat" (the pass again,
-            with gradients of its own).
+        needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads", "gradients" (of
+            all that is recorded), "features" (tokens after the first norm of block `layer`), "tokens" (output of block
+            `layer`, or of every block), "predict" (further forward passes), "repeat" (the pass again, with gradients).
         class_specific: whether the map depends on the target.
         signed: whether the map is drawn around 0 if it has negative values, in red and blue.
-        paper: source.
-        presets: named sets of options for `preset`; "paper" is the published definition.
+        paper, presets: source; named sets of options for `preset`, of which "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
-        refine_stage: when the map is refined: "after": by the common step after the function; "after_clamping": the
-            same, with negative values clamped to 0; "inside": by the function itself; "none": no refinement. Functions
-            of "after_clamping" and "inside" receive the refinement options (`refine`, `affinity`).
+        refine_stage: "after" or "after_clamping" negative values to 0: by the common step after the function; "inside":
+            by the function itself; "none". Functions of the middle two receive the options `refine` and `affinity`.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
     """
@@ -111,6 +107,10 @@ class Method:
         if preset is not None:
             check_known(f"{self.name} preset", preset, self.presets)
             defaults |= self.presets[preset]
+        if options.get("end_layer") is not None:
+            defaults["start_layer"] = 1
+        if options.get("start_layer") == "middle" != self.defaults.get("start_layer"):
+            raise OptionError(f"start_layer='middle' is an option of rollout: pass {self.name} the number of a layer.")
         values = {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
         return {name: OPTIONS[name].checked(value) if name in OPTIONS else value for name, value in values.items()}
 
@@ -215,12 +215,12 @@ register_method(
     "rollout",
     ROLLOUT,
     title="Attention rollout",
-    summary="Attention rollout: the product of the attention matrices of all layers, with residual connections.",
+    summary="Attention rollout: the product of the attention matrices of the upper layers, with residual connections.",
     question="How much of each patch reaches the output, if attention mixes tokens in proportion?",
-    defaults={"head_fusion": "max", **_PRODUCT, "start_layer": 1, "end_layer": -1, **_WEIGHTED},
+    defaults={"head_fusion": "max", **_PRODUCT, "start_layer": "middle", "end_layer": -1, **_WEIGHTED},
     needs={"attention"},
     paper=f"{_PAPER}, §3.1",
-    presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}},
+    presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "start_layer": 1, "value_weighted": False}},
 )
 register_method(
     "attention",

@@ -37,7 +37,7 @@ class LayerMapOptions(TypedDict, total=False):
 class MethodOptions(LayerMapOptions, total=False):
     """Options of the methods for images."""
 
-    start_layer: int | None
+    start_layer: int | Literal["middle"] | None
     end_layer: int | None
     layer: int | None
     head: int | None
@@ -49,7 +49,7 @@ class TextOptions(TypedDict, total=False):
     head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
     discard_ratio: float | None
     residual: float | None
-    start_layer: int | None
+    start_layer: int | Literal["middle"] | None
     layer: int | None
     value_weighted: bool | Literal["on", "off", "output"] | None
     layers: int | str | Sequence[int] | None

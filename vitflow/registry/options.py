@@ -139,9 +139,12 @@ OPTIONS: dict[str, Option] = {
         Option(
             "start_layer",
             int,
-            "First layer of the product, counted from 1; 2 leaves out layer 1.",
+            "First layer of the product, counted from 1; 2 leaves out layer 1. middle (rollout): the first of the "
+            "upper half, if the model has at least twelve layers of one grid, else 1.",
+            ("middle",),
             metavar="N≥1",
             selects_layers=True,
+            phrase=lambda value: "upper half of 12 or more layers" if value == "middle" else f"start layer {value}",
         ),
         Option(
             "end_layer",

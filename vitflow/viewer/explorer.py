@@ -58,7 +58,8 @@ class ExploredImage:
     pooling: str = ""  # description of the readout
     attention: dict[Fused, Floats] = field(default_factory=dict)  # [layers, tokens, tokens]
     heads: Floats | None = None  # [layers, heads, tokens, tokens]; None if they do not fit
-    affinities: dict[str, Floats] = field(default_factory=dict)  # by kind, [patches, patches]
+    affinities: dict[str, list[Floats]] = field(default_factory=dict)  # by kind, from each layer on, [patches, patches]
+    start_layer: int = 1  # of rollout by default
     features: tuple[Floats, tuple[int, int]] | None = None  # [patches, width], with their (rows, cols)
     maps: list[dict[str, Any]] = field(default_factory=list)  # further maps, ready for JSON
     deletion: list[dict[str, Any]] = field(default_factory=list)  # for each class, its scores while patches are removed
@@ -111,8 +112,9 @@ def make_explorer(
     records = [_record(image) for image in images]
     room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in records) - 2**17)
     for one, image in zip(records, images, strict=True):
-        for name, symmetric in image.affinities.items():  # row by row, with the diagonal
-            one["affinities"][name] = room.take(pack_half(symmetric[np.triu_indices(len(symmetric))]))
+        for name, matrices in image.affinities.items():  # row by row, with the diagonal
+            halves = [symmetric[np.triu_indices(len(symmetric))] for symmetric in matrices]
+            one["affinities"][name] = [room.take(pack_half(half)) for half in halves]
         if image.features is not None:
             packed = room.take(pack_directions(image.features[0]))
             one["features"] = {**packed, "grid": image.features[1]}

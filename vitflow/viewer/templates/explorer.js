@@ -97,10 +97,11 @@ function readoutOf(image, patch) {
   return patch ? readout.fill(0).fill(1, ...[0, 1].map((more) => image.prefix + patch[0] * image.grid[1] + patch[1] + more)) : readout;
 }
 
-async function affinitiesOf(image) {
+// Affinities of the layers from start on, of which rollout takes those that it multiplies, and other maps all.
+async function affinitiesOf(image, start) {
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity], size = image.grid[0] * image.grid[1];
   return Promise.all(names.map(async (name) => {
-    const packed = image.affinities[name];
+    const packed = image.affinities[name][start - 1];
     packed.balanced ??= balance(symmetric(await unpack(packed), size), size);
     return packed.balanced;
   }));
@@ -116,9 +117,9 @@ function refines(image) {
   return state.refine > 0 && !["similarity", MATTERS].includes(state.map) && image.grid && names.every((name) => image.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
 
-async function refined(image, map) {
+async function refined(image, map, start = 1) {
   if (!refines(image) || map.length !== image.grid[0] * image.grid[1]) return map;
-  return refine(map, await affinitiesOf(image), state.refine);
+  return refine(map, await affinitiesOf(image, start), state.refine);
 }
 
 // The map of one side, as values over its patches, with those of the layers below it, if there are any. The map
@@ -149,7 +150,7 @@ async function computeFor(image, side, patch) {
     if (state.map === MATTERS) return { shape: own.shape, values: stepsOf(own), layers: null, own };
     return { shape: own.shape, values: await refined(image, Float64Array.from(own.values, (value) => (own.refine_stage === "after_clamping" && refines(image) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
   }
-  const readout = readoutOf(image, patch), patches = (row) => refined(image, row.slice(image.prefix));
+  const readout = readoutOf(image, patch), patches = (row, start) => refined(image, row.slice(image.prefix), start);
   if (state.map === "attention" && state.head !== "") {
     const raw = (layer) => headOf(image, layer, Number(state.head), state.discard_ratio).then((own) => patches(rawAttention(own, readout)));
     return { shape: grid, values: await raw(state.layer), layers: raw };
@@ -161,8 +162,8 @@ async function computeFor(image, side, patch) {
   }
   const { row } = rollout(layers, readout, state);
   let steps = null; // down to the first layer, when the strip asks for them
-  const below = (layer) => { steps ??= rollout(layers, readout, { ...state, start: 1 }).steps; return patches(steps.get(layer)); };
-  return { shape: grid, values: await patches(row), layers: below };
+  const below = (layer) => { steps ??= rollout(layers, readout, { ...state, start: 1 }).steps; return patches(steps.get(layer), layer); };
+  return { shape: grid, values: await patches(row, state.start), layers: below };
 }
 
 // Similarity of the patches of a side to the selected patch, on either side.

@@ -1,0 +1,132 @@
+"""Rollout from the middle: which layers, which affinity, what is said, and what refuses it."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import vitflow
+from tests.small import jitter, photo
+from vitflow import Explainer
+from vitflow.errors import OptionError
+from vitflow.explaining.applying import affinity_of
+from vitflow.explaining.captions import departures, method_label, notes_of
+from vitflow.methods.rollout import attention_rollout
+from vitflow.registry.choices import choose_methods
+from vitflow.registry.method_table import get_method
+from vitflow.text.method_table import text_method
+
+
+def explainer(depth: int = 12) -> Explainer:
+    torch.manual_seed(depth)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=64, depth=depth, embed_dim=48, num_heads=3, num_classes=3
+    )
+    return Explainer(jitter(model.eval(), 0.3, by_width=False))
+
+
+@pytest.fixture(scope="module")
+def twelve() -> Explainer:
+    return explainer()
+
+
+def grid(explainer: Explainer, **options) -> np.ndarray:
+    return explainer.explain(photo(64, 64), **{"method": "rollout", **options}).grid
+
+
+@pytest.mark.parametrize(("depth", "start"), [(6, 1), (11, 1), (12, 7), (13, 7)])
+def test_the_default_is_the_middle_of_twelve_or_more_layers(depth, start):
+    model = explainer(depth)
+    np.testing.assert_array_equal(grid(model), grid(model, start_layer=start))
+    np.testing.assert_array_equal(grid(model), grid(model, start_layer="middle"))
+    assert not np.allclose(grid(model), grid(model, start_layer=start + 1))
+
+
+def test_without_refinement_it_is_the_product_of_the_upper_layers(twelve):
+    with vitflow.record_attention(twelve.model) as trace, torch.no_grad():
+        twelve.model(twelve.pixels(photo(64, 64)))
+    options = {"head_fusion": "max", "discard_ratio": 0.9, "num_prefix_tokens": 1, "readout": trace.readout}
+    expected = attention_rollout(trace.attentions, start_layer=7, **options)[0, 1:].view(4, 4)
+    actual = grid(twelve, refine=0, value_weighted=False)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("affinity", ["attention", "keys", "both"])
+@pytest.mark.parametrize("start", ["middle", 4])
+def test_a_map_does_not_depend_on_what_else_is_recorded(twelve, affinity, start):
+    options, image = {"start_layer": start, "affinity": affinity}, photo(64, 64)
+    single = grid(twelve, **options)
+    every_layer = grid(twelve, start_layer=1, affinity=affinity)
+    methods = [("rollout", options), "gae", ("rollout", {"start_layer": 1, "affinity": affinity}), "gradcam"]
+    together = twelve.explain_batch([image], methods=methods)
+    np.testing.assert_allclose(together[0].grid, single, rtol=1e-4)
+    np.testing.assert_allclose(together[2].grid, every_layer, rtol=1e-4)
+    np.testing.assert_allclose(together[1].grid, twelve.explain(image, method="gae").grid, rtol=1e-4)
+    compared = vitflow.compare(image, twelve, methods=[("rollout", options)])
+    np.testing.assert_allclose(compared.saliencies[0].grid, single, rtol=1e-4)
+
+
+def test_the_affinity_is_that_of_the_layers_of_the_product(twelve):
+    trace = twelve.record(photo(64, 64), means=True)
+    whole, upper = (affinity_of(trace, "attention", (4, 4), first).matrix for first in (1, 7))
+    trace.layers = trace.layers[6:]
+    trace.affinities.clear()
+    assert torch.equal(affinity_of(trace, "attention", (4, 4)).matrix, upper) and not torch.allclose(upper, whole)
+
+
+def test_the_paper_and_an_explicit_end_start_at_the_first_layer(twelve):
+    np.testing.assert_array_equal(grid(twelve, preset="paper"), grid(twelve, preset="paper", start_layer=1))
+    np.testing.assert_array_equal(grid(twelve, end_layer=12), grid(twelve, start_layer=1))
+    np.testing.assert_array_equal(grid(twelve, end_layer=8, start_layer=3), grid(twelve, start_layer=3, end_layer=8))
+    published = get_method("rollout").published
+    assert published["start_layer"] == 1 and departures(get_method("rollout"), published) == ""
+
+
+def test_captions_name_the_layers_and_options_keep_the_word(twelve):
+    saliency = twelve.explain(photo(64, 64), method="rollout")
+    assert saliency.options["start_layer"] == "middle" and saliency.facts["layers"] == [7, 12]
+    assert saliency.options["refine"] == 1  # so that these tests see the affinity
+    assert "Layers 7 – 12." in [*notes_of(saliency.facts)] and json.dumps(saliency.to_dict())
+    assert "layers" not in explainer(6).explain(photo(64, 64), method="rollout").facts
+    assert method_label("rollout", saliency.options) == "rollout"
+    assert "upper half of 12 or more layers" in departures(get_method("rollout"), saliency.options)
+
+
+def test_rollout_below_flow_starts_at_the_middle(twelve):
+    flows = {layers: twelve.explain(photo(64, 64), method="flow", layers=layers) for layers in (3, 4, 6, 7)}
+    words = {
+        layers: next(note for note in notes_of(flow.facts) if note.startswith("Flow")) for layers, flow in flows.items()
+    }
+    assert words[3] == "Flow through layers 10 – 12, rollout through layers 7 – 9 below."
+    assert words[6] == "Flow through layers 7 – 12, nothing below."
+    assert words[7] == "Flow through layers 6 – 12, nothing below."
+    alone = twelve.explain(photo(64, 64), method="flow", layers=6, below="none")
+    np.testing.assert_array_equal(flows[6].grid, alone.grid)
+    assert flows[4].facts["below"] == [7, 8]
+
+
+@pytest.mark.parametrize("method", ["gae", "gradient_rollout", "legrad"])
+def test_methods_without_halves_refuse_the_word_by_name(twelve, method):
+    with pytest.raises(OptionError, match=f"start_layer='middle' is an option of rollout: pass {method} the number"):
+        twelve.explain(photo(64, 64), method=method, start_layer="middle")
+
+
+def test_texts_refuse_the_word_by_name():
+    with pytest.raises(OptionError, match="start_layer='middle'"):
+        text_method("gae", {"start_layer": "middle"})
+
+
+def test_a_folder_run_resumes_with_the_word(twelve, tmp_path):
+    (tmp_path / "in").mkdir()
+    vitflow.explain(photo(64, 64), twelve, method="rollout").save(tmp_path / "in" / "a.png")
+    for kept in (0, 1):
+        summary = vitflow.explain_folder(
+            tmp_path / "in", tmp_path / "out", model=twelve, methods=["rollout"], workers=0
+        )
+        assert summary.kept == kept
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["run"]["options"]["rollout"]["start_layer"] == "middle"
+    [chosen] = choose_methods([("rollout", run["run"]["options"]["rollout"])], {})
+    assert chosen.options["start_layer"] == "middle"
