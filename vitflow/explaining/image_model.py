@@ -29,7 +29,7 @@ from vitflow.models.loading import load_model
 from vitflow.models.names import model_id
 from vitflow.models.outputs import Binding, Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, bind_tower, is_pair, is_prompted_detector, pair_of, refuse_without_prompts
-from vitflow.models.parts import refuse_joint_text, refuse_scripted, unwrap
+from vitflow.models.parts import refuse_joint_text, refuse_scripted, refuse_volumes, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to
 
@@ -282,6 +282,8 @@ def _bound(binding: Binding, outputs: Any) -> Binding:
         model, config, layout = _stacked(binding.model, binding.data_config)
         name = binding.name or model_id(binding.model)
         binding = replace(binding, model=model, data_config=config, layout=layout, name=name)
+    else:
+        refuse_volumes(binding.model)
     return binding
 
 

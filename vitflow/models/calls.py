@@ -7,6 +7,7 @@ or by queries (MaskFormer, Mask2Former).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -199,12 +200,13 @@ def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelEr
     # The error is raised where the tensor is used as a dict or a tuple, or where a further argument is missing.
     used = any(isinstance(value, Tensor) and value.shape == shape for value in arguments)
     missing = isinstance(error, TypeError) and code.co_filename == nn.modules.module.__file__
-    if not missing and not (used and isinstance(values.get("self"), nn.Module)):
+    foreign = not code.co_filename.startswith(str(Path(torch.__file__).parent))
+    if not missing and not (used and (foreign or isinstance(arguments[0], nn.Module))):
         return None
     return ModelError(
         f"Expected a model whose forward method takes one tensor {tuple(shape)}, but that of {model} failed on it with "
-        f"{type(error).__name__}: {error}. If it takes other inputs, pass a module whose forward(pixels) adds them; "
-        "vitflow.evaluation.blank_inputs compares several images."
+        f"{type(error).__name__}: {error}. If it takes other inputs, such as a dict, pass a module whose "
+        "forward(pixels) makes them; vitflow.evaluation.blank_inputs compares several images."
     )
 
 

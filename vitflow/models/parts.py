@@ -294,6 +294,17 @@ def refuse_scripted(model: nn.Module) -> None:
     _refuse_scripted(model, modules_of(model))
 
 
+def refuse_volumes(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the first convolution of a model is over volumes."""
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    first = next((module for module in modules_of(model) if isinstance(module, convolutions)), None)
+    if isinstance(first, nn.Conv3d) and pretrained_of(model) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads volumes [batch, channels, depth, height, width], and volumes are not "
+            "supported: pass a model of slices, and a slice as the image."
+        )
+
+
 def _refuse_scripted(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules))):
         raise UnsupportedModelError(

@@ -38,6 +38,8 @@ class Interception(Listener, TorchFunctionMode):
         # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
         self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
         self._within = 0
+        #: True if a softmax over a matrix [tokens, tokens] was seen.
+        self.of_one_image = False
 
     def begin(self) -> None:
         """Enter the mode until `end`; it slows down each torch function."""
@@ -103,6 +105,8 @@ class Interception(Listener, TorchFunctionMode):
         The original runs as well for the output with dropout, and for the weights, if requested.
         """
         code, given = F.multi_head_attention_forward, _MANY_HEADS.bind(*args, **kwargs)
+        query, key = given.arguments["query"], given.arguments["key"]  # [tokens, batch, channels]
+        self.check_batch_first(query, key)
         followed = FunctionType(code.__code__, {**vars(F), "has_torch_function": lambda _: False})
         given.apply_defaults()
         dropout = given.arguments["training"] and given.arguments["dropout_p"] > 0.0
@@ -114,8 +118,13 @@ class Interception(Listener, TorchFunctionMode):
             return code(*args, **kwargs)
         return output, code(*args, **kwargs)[1] if weights else None
 
+    def check_batch_first(self, query: Tensor, key: Tensor) -> None:
+        """Check the order of the axes of [tokens, batch, channels]; nothing if the batch size is unknown."""
+
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""
+        if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
+            self.of_one_image = True
         if output.ndim < 3 or dim is None:
             return
         query, key = self._factors_of(name, scores)

@@ -42,6 +42,8 @@ from vitflow.recording.trace import Trace
 # Measures the attention of a module, given its path, arguments, numbers of heads and tokens, and True if it was
 # computed in pieces; see `vitflow.text.visibility.whole_attention`.
 Chunks = Callable[[str, nn.Module, Any, tuple[int, int], bool], tuple[Tensor, Tensor] | None]
+# Difference of the sums of two rows, relative to their absolute sums, above which attention is not a product's factor.
+_SUM_SPREAD = 1e-2
 
 
 class Listening(Interception):
@@ -105,10 +107,25 @@ class Listening(Interception):
         self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
         self.release()
         self._other: set[str] = set()  # descriptions of mixing other than token attention
+        self.of_one_image = False
 
     def end_pass(self) -> None:
         """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
         self._trace = Trace()
+
+    def check_batch_first(self, query: Tensor, key: Tensor) -> None:
+        """Raise UnsupportedModelError if attention that takes [tokens, batch, channels] has the first two swapped."""
+        given = [(each.shape[0], each.shape[1]) for each in (query, key) if each.ndim == 3]
+        if (
+            self.tokens is None
+            and len(given) == 2
+            and all(first == self.batch and (second > 1 if first == 1 else second % first) for first, second in given)
+        ):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} attends over the images of its batch: the input of nn.MultiheadAttention "
+                f"({self.path[-1][0]}) has not the order of axes that its batch_first says. This is a fault of the "
+                "model: correct it, and train it again."
+            )
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""
@@ -134,6 +151,11 @@ class Listening(Interception):
             raise UnsupportedModelError(
                 f"{type(module).__name__} ({name}) applies the difference of two attention matrices, which has "
                 "negative entries: rollout and flow do not support it."
+            )
+        if attention.mixed and _has_other_sums(probabilities.detach()):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) normalises its attention after the softmax, so that it has negative "
+                f"entries, and rows of different sums: it is not an attention that can be multiplied. {OTHER_METHODS}"
             )
         arrange = arrangement(module, probabilities, self.batch)
         if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
@@ -321,6 +343,11 @@ class Listening(Interception):
 
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
+        if self.of_one_image:
+            return NoAttentionError(
+                f"{type(self.model).__name__} computes attention of one image at a time, as matrices [tokens, tokens], "
+                f"which is not recorded: compute it for the batch, [batch, heads, tokens, tokens]. {OTHER_METHODS}"
+            )
         instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
         remedy = "Use a model with full attention"
         if self.tokens is None:
@@ -329,3 +356,13 @@ class Listening(Interception):
             f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
             f"{instead}. {remedy}."
         )
+
+
+def _has_other_sums(attention: Tensor) -> bool:
+    """Return True if a matrix computed from a softmax has negative entries, and rows whose sums differ in a head.
+
+    The sums of linear combinations of heads are the same for all rows.
+    """
+    sums = attention.sum(dim=-1)
+    spread = (sums.amax(dim=-1) - sums.amin(dim=-1)).amax()
+    return bool(attention.min() < 0 and spread > _SUM_SPREAD * attention.abs().sum(dim=-1).amax())

@@ -28,8 +28,11 @@ from vitflow.recording.readout import (
     readout_words,
 )
 
-_ZERO = "it is zero: the output is detached, constant, saturated, behind an inactive ReLU, or from integer weights"
-_NO_GRADIENT = "there is none: the model runs without gradients, or has integer weights"
+_ZERO = (
+    "it is zero: a part of the model runs under torch.no_grad() or detach(), or the output is constant, saturated, "
+    "behind an inactive ReLU, or from integer weights"
+)
+_NO_GRADIENT = "there is none: the model runs without gradients (torch.no_grad(), detach()), or has integer weights"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
 # Relative difference of the outputs of two equal passes, by bytes per element.
 _SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}

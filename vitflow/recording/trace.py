@@ -154,9 +154,9 @@ class Trace(RecordedHead):
             zero = [] if pixels is None else (~pixels.flatten(1).any(dim=1)).nonzero().flatten().tolist()
             if zero:
                 raise NoGradientError(
-                    "The gradient of the output with respect to the image is zero everywhere: the output is detached, "
-                    "constant, saturated, or behind a ReLU that is off. Explain another output, or use sampling or "
-                    "occlusion, which need no gradient.",
+                    "The gradient of the output with respect to the image is zero everywhere: a part of the model "
+                    "runs under torch.no_grad() or detach(), or the output is constant, saturated, or behind a ReLU "
+                    "that is off. Explain another output, or use sampling or occlusion, which need no gradient.",
                     zero,
                 )
             self._backward[key] = gradients
@@ -201,12 +201,23 @@ class Trace(RecordedHead):
         Raises:
             OptionError: the pass was recorded without gradients.
         """
+        if not scores.requires_grad and self.pixels is not None and self.pixels.requires_grad:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returns outputs without gradients, as under torch.no_grad() or "
+                "torch.inference_mode(), or with integer weights. Use rollout, sampling or occlusion."
+            )
         if not scores.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
         parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
         pixels = () if self.pixels is None else (self.pixels,)
         pooled = () if self.pooled is None or not self.pooled.requires_grad else (self.pooled,)
         inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
+        named = [*((name, part.tensor) for name, part in parts), *self.features.items()]
+        if (frozen := next((name for name, each in named if not each.requires_grad), None)) is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} runs {frozen} without gradients, under torch.no_grad() or with detach(). "
+                "Set requires_grad_(False) of its weights instead, or use rollout, sampling or occlusion."
+            )
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         try:
