@@ -120,7 +120,7 @@ def filled_in(app, docname, source):
 
 
 def with_other_names(app, docname, source):
-    """Make the other names of a page, which are in a comment, its keywords and main entries of the index for searches."""
+    """Make the other names of a page, which are in a comment, its keywords and main entries of the index."""
     if found := re.search(r"<!-- also known as: (.*?)\s-->", source[0], re.DOTALL):
         names = " ".join(found[1].split())
         keywords = f"---\nmyst:\n  html_meta:\n    keywords: {json.dumps(names)}\n---\n"

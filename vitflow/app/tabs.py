@@ -12,7 +12,7 @@ from vitflow.analysis.strips import Strip
 from vitflow.app.models import BUNDLED, Models, drawn, image_field, model_field, path_of, result_fields
 from vitflow.demo import PHOTOGRAPH, sample_images
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.captions import class_lines, python_call
+from vitflow.explaining.captions import NOT_SPECIFIC, class_lines, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage, name_of
 from vitflow.explaining.saliency import Saliency
@@ -90,15 +90,15 @@ class _Answers:
 
 def _heading(saliency: Saliency, patch: tuple[int, int] | None = None) -> str:
     """Return the class with its probability as HTML, with what else a map is of: the output in general, or a patch."""
-    shown = [escape(printable(line)) for line in class_lines(saliency.score)] or ["The model has no classes."]
+    lines = class_lines(saliency.score, saliency.class_specific)
+    shown = [escape(printable(line)) for line in lines] or ["The model has no classes."]
     if patch is not None:
         return (
             f"<b>The patch in row {patch[0]}, column {patch[1]}</b><br>"
             "Press <b>Explain</b> to return to the map of the output."
         )
     if saliency.score.name and not saliency.class_specific:
-        predicted = "predicted: " if saliency.score.is_predicted else ""
-        return f"{saliency.definition.title} (not class-specific); {predicted}{', '.join(shown)}"
+        return f"{saliency.definition.title} ({NOT_SPECIFIC}); {', '.join(shown)}"
     return f"<b>{'<br>'.join(shown)}</b>"
 
 
