@@ -24,7 +24,7 @@ from vitflow.explaining.maps import TargetedTrace
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import resolve_targets
 from vitflow.models.outputs import Outputs
-from vitflow.recording.block_watch import known_blocks
+from vitflow.recording.head import known_blocks
 from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
 from vitflow.recording.probabilities import note_on_range
 from vitflow.recording.recorder import record_attention

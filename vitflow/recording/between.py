@@ -18,8 +18,9 @@ from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_paths_of
-from vitflow.recording.block_watch import BlockWatch, Boundary, as_tokens, is_nonzero, remember_blocks
+from vitflow.recording.block_watch import BlockWatch, Boundary
 from vitflow.recording.experiment import Call
+from vitflow.recording.head import as_tokens, is_nonzero, remember_blocks
 from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 

@@ -1,101 +1,18 @@
-"""The blocks of a model in one forward pass: the outputs that the head may read, and what happens between them.
+"""Tokens between the blocks of a pass: the input of each is compared with the output of the one before it."""
 
-In vitflow's own passes the output of each block becomes a leaf of the autograd graph, so that gradients at it are
-along paths that pass no later block. A user's own pass is only observed. In every pass the input of each block is
-compared with the output of the block before it; in most models both are the same tensor.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.methods.tokens import TokenLayout
-from vitflow.models.blocks import block_norms, block_of, block_paths
-from vitflow.models.calls import tensors_in, tokens_of, with_tokens
-from vitflow.models.parts import module_paths
-from vitflow.recording.attention_kinds import guessed_blocks, is_pooling, may_attend
-from vitflow.recording.isolation import Hook
+from vitflow.models.calls import tensors_in, tokens_of
+from vitflow.recording.head import HeadWatch
 
 # Step between the entries of tokens that are compared: a prime below the width of tokens.
 _STRIDE = 31
-# Blocks of the last pass of a model. A guess for its next pass, after which it is verified.
-_blocks: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
-
-
-@dataclass(slots=True, eq=False)
-class HeadInput:
-    """The output of a module in the autograd graph of the head.
-
-    Attributes:
-        kind: "block", "container" (of the last block), "norm" or "pooling"; "block" also for what may be a container.
-        tokens: its tokens, or the output of a pooling head; if the graph is cut here, a leaf of zeros without memory.
-        passed_on: what later modules get: the tokens, or their sum with the leaf, freed after the next block.
-        cut: True if the graph is cut here.
-        source: the tokens in the graph of the module, if the graph is cut here and the module ran with gradients.
-        entered: its input tokens, if it is a block; the leaf of the block before it, if it got what that passed on.
-    """
-
-    path: str
-    kind: str
-    tokens: Tensor
-    passed_on: Tensor
-    cut: bool = False
-    source: Tensor | None = None
-    entered: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadGraph:
-    """The image (if it is a leaf), each run of a block, and the norms, containers and pooling heads that ran later."""
-
-    image: Tensor | None
-    blocks: Sequence[HeadInput]
-    later: Sequence[HeadInput]
-
-    def differentiate(self, root: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Differentiate along paths from the inputs that pass no later block."""
-        kept: dict[int, Tensor] = {}
-
-        def keep(key: int, gradient: Tensor) -> Tensor:
-            kept[key] = gradient
-            return torch.zeros_like(gradient)  # nothing passes to earlier blocks
-
-        uncut = [block.tokens for block in self.blocks if block.tokens.grad_fn is not None]
-        handles = [tokens.register_hook(partial(keep, id(tokens))) for tokens in uncut]
-        try:
-            gradients = torch.autograd.grad(root, inputs, weights, retain_graph=True, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [kept.get(id(tokens), gradient) for tokens, gradient in zip(inputs, gradients, strict=True)]
-
-    def is_restarted(self) -> bool:
-        """Return True if a block ran again on tokens that are not computed from the output of the previous block."""
-        paths = set[str]()
-        for number, block in enumerate(self.blocks):
-            if block.path in paths and not self._follows(block, self.blocks[number - 1]):
-                return True
-            paths.add(block.path)
-        return False
-
-    def is_chain(self) -> bool:
-        """Return True if the input of each block is computed from the output of the previous block alone."""
-        return all(self._follows(block, before, alone=True) for before, block in pairwise(self.blocks))
-
-    def _follows(self, block: HeadInput, before: HeadInput, *, alone: bool = False) -> bool:
-        tokens = block.entered
-        if tokens is None or tokens is before.tokens or not tokens.requires_grad:
-            return tokens is before.tokens
-        sources = [each.tokens for each in self.blocks[: self.blocks.index(block)]] if alone else [before.tokens]
-        gradients = self.differentiate(tokens, torch.ones_like(tokens), sources)
-        reached = [source for source, gradient in zip(sources, gradients, strict=True) if is_nonzero(gradient)]
-        return len(reached) == 1 and reached[0] is before.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,21 +41,15 @@ class _Output:
     copy: Tensor | None
 
 
-class BlockWatch:
-    """Hooks that keep the outputs of blocks and compare their inputs in a forward pass.
+class BlockWatch(HeadWatch):
+    """Hooks that also compare the input of each block with the output of the block before it.
 
     Args:
-        blocks: paths of the compared blocks.
-        cut: make the outputs of these blocks leaves of the graph; otherwise every module that may be a block is
-            observed if the pass has gradients.
-        gradients: run the blocks with gradients, too, if the graph is cut.
         shifts: added to the output of the block of each call with this index; outputs are kept if it is not None.
 
     Attributes:
-        seen: the head inputs of the pass.
-        calls: paths of the compared blocks that ran, in order.
         changed: where tokens change, by the index of the call of the block above.
-        sizes: how many numbers each compared block got and returned, with its path, in order.
+        sizes: how many numbers each block got and returned, with its path, in order.
     """
 
     def __init__(
@@ -150,78 +61,36 @@ class BlockWatch:
         gradients: bool = False,
         shifts: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.blocks, self.cut = tuple(dict.fromkeys(blocks)), cut
-        self._model, self._gradients, self._shifts = model, gradients, shifts
-        self.reset()
+        self._shifts = shifts
+        super().__init__(model, blocks, cut=cut, gradients=gradients)
 
     def reset(self) -> None:
         """Forget the previous forward pass."""
-        self.image: Tensor | None = None
-        self.seen: list[HeadInput] = []
-        self.calls: list[str] = []
+        super().reset()
         self.changed: dict[int, Boundary] = {}
         self.sizes: list[tuple[str, int]] = []
-        self._entered: dict[str, Tensor | None] = {}
         self._last: _Output | None = None
         self._samples: list[tuple[str, str, Tensor, Tensor]] = []  # of tensors that should be the same
 
-    def begin(self, pixels: Tensor) -> Tensor:
-        """Begin a forward pass; return the pixels that the model gets, in the graph if it is cut."""
-        self.reset()
-        if self.cut and not pixels.requires_grad and pixels.is_floating_point():
-            pixels = (pixels.clone() if pixels.is_inference() else pixels.detach()).requires_grad_()
-        self.image = pixels if pixels.requires_grad else None
-        return copied_on_write(pixels)
+    def entered(self, path: str, args: Any, kwargs: Any) -> None:
+        """Compare the arguments of a block with what the block before it returned."""
+        entered = tokens_of(args or kwargs.get("hidden_states"))
+        self.sizes += [] if entered is None else [(path, entered.numel())]
+        last, self._last = self._last, None
+        if last is not None and last.tokens.numel():
+            self._compare([args, kwargs], last)
 
-    def num_tokens(self, blocks: Sequence[str]) -> int | None:
-        """Return the number of tokens that the last block returned, if it is one of these and returns a sequence."""
-        last = None if self._last is None or self._last.path not in blocks else self._last.tokens
-        return last.shape[1] if last is not None and last.ndim == 3 else None
+    def passed_on(self, tokens: Tensor) -> Tensor:
+        """Return the output of a block with its shift."""
+        shift = (self._shifts or {}).get(len(self.calls) - 1)
+        return tokens if shift is None else tokens + shift
 
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
-        graph, cut = torch.is_grad_enabled(), self.blocks if self.cut else ()
-        attending = cut or (tuple(may_attend(self._model)) if graph else ())
-        around = {path[:i] for path in attending for i, sign in enumerate(path) if sign == "."}
-        inside = "."
-        for path, module in module_paths(self._model):
-            if not path or path.startswith(inside):
-                continue
-            inside = f"{path}." if path in cut else inside
-            special = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "block"
-            kind = "block" if path in cut else special
-            block = path in self.blocks or (not self.cut and (path in around or path in attending))
-            if block:
-                yield Hook(module, partial(self._enter, path), before=True)
-            if block or (graph and (path in around or kind != "block")):
-                # First, as other hooks may replace the tokens.
-                yield Hook(module, partial(self._leave, path, kind), before=False, always=path in cut, first=True)
-
-    def graph(self, blocks: Sequence[str]) -> HeadGraph | None:
-        """Return the graph of the pass, if it shows the outputs of these blocks."""
-        if not blocks or (self.cut and set(self.blocks) != set(blocks)):
-            return None
-        runs = [each for each in self.seen if each.path in blocks]
-        if {each.path for each in runs} != set(blocks) or not all(each.tokens.requires_grad for each in runs):
-            return None
-        around = {blocks[-1][:i] for i, sign in enumerate(blocks[-1]) if sign == "."}
-        later: list[HeadInput] = []
-        for each in self.seen[self.seen.index(runs[-1]) + 1 :]:
-            each.kind = "container" if each.path in around else each.kind
-            if each.kind != "block" and all(each.tokens is not other.passed_on for other in (runs[-1], *later)):
-                later.append(each)
-        return HeadGraph(self.image, runs, later)
-
-    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        self._entered[path] = entered = tokens_of(args or kwargs.get("hidden_states"))
-        if path in self.blocks:
-            self.sizes += [] if entered is None else [(path, entered.numel())]
-            last, self._last = self._last, None
-            self.calls.append(path)
-            if last is not None and last.tokens.numel():
-                self._compare([args, kwargs], last)
-            if self.cut and not self._gradients:
-                torch.set_grad_enabled(False)
+    def left(self, path: str) -> None:
+        """Keep what a block returned."""
+        if (tokens := self.tokens) is not None:
+            self.sizes.append((path, tokens.numel()))
+            kept = None if self._shifts is None else tokens.detach().clone()
+            self._last = _Output(path, tokens, _version(tokens), _sample(tokens), kept)
 
     def _compare(self, arguments: Any, last: "_Output") -> None:
         """Compare the arguments of the running block with the tokens that the block below returned."""
@@ -251,58 +120,6 @@ class BlockWatch:
         ends = accumulate(each[2].numel() for each in samples)
         return next(each[:2] for each, end in zip(samples, ends, strict=True) if changed[0] < end)
 
-    def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
-        cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)
-        if cut and not self._gradients:
-            torch.set_grad_enabled(True)
-        tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
-        passed_on = tokens
-        if tokens is not None and cut and not tokens.is_inference():
-            leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
-            passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
-            if (shift := (self._shifts or {}).get(len(self.calls) - 1)) is not None:
-                passed_on = passed_on + shift
-            before = next((each for each in reversed(self.seen) if each.cut), None)
-            if before is not None:  # its values are freed
-                entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
-            source = tokens if tokens.requires_grad else None
-            self.seen.append(HeadInput(path, kind, leaf, passed_on, True, source, entered))
-        elif tokens is not None and tokens.requires_grad:
-            self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
-        if path in self.blocks:
-            self.sizes += [] if tokens is None else [(path, tokens.numel())]
-            kept = None if self._shifts is None or passed_on is None else passed_on.detach().clone()
-            self._last = (
-                None if passed_on is None else _Output(path, passed_on, _version(passed_on), _sample(passed_on), kept)
-            )
-        return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
-
-
-def known_blocks(model: nn.Module) -> Sequence[str]:
-    """Return the blocks of the last pass of a model, else those that it lists, or a guess; a pass verifies them."""
-    return _blocks.get(model) or block_paths(model) or guessed_blocks(model) or _blocks_of_norms(model)
-
-
-def _blocks_of_norms(model: nn.Module) -> list[str]:
-    """Return the modules that contain the norms of tokens that Grad-CAM uses; empty for models with batch norms."""
-    kinds = ((path, type(model.get_submodule(path)).__name__.lower()) for path in block_norms(model))
-    norms = [path for path, kind in kinds if "layernorm" in kind or "rmsnorm" in kind]
-    blocks = (block_of(norm) if block_of(norm) != norm else norm.rpartition(".")[0] for norm in norms)
-    return list(dict.fromkeys(filter(None, blocks)))
-
-
-def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Keep the blocks of a pass for the next one."""
-    _blocks[model] = tuple(dict.fromkeys(blocks))
-
-
-def copied_on_write(pixels: Tensor) -> Tensor:
-    """Return a copy of the pixels, as the model may change them in place; on the CPU, it takes memory only then."""
-    try:
-        return torch.ops.aten._lazy_clone(pixels) if pixels.is_cpu else pixels.clone()
-    except RuntimeError:  # of memory that is not torch's
-        return pixels.clone()
-
 
 def _like(given: Any, tokens: Tensor) -> list[Tensor]:
     """Return the tensors among arguments with the shape of tokens; if there is none, those with as many entries."""
@@ -324,38 +141,3 @@ def _is_same(tensor: Tensor, other: Tensor, version: int) -> bool:
     in_order = (tensor.is_contiguous() and other.is_contiguous()) or tensor.stride() == other.stride()
     same = tensor is other or (tensor.data_ptr() == other.data_ptr() and in_order)
     return same and tensor.dtype == other.dtype and _version(tensor) == version
-
-
-def as_tokens(value: Tensor, layout: TokenLayout, batch: int) -> Tensor | None:
-    """Return a tensor with the tokens of a layout as [batch, tokens, channels]; None if its axes are unknown."""
-    count, square = layout.num_tokens, layout.num_tokens == layout.num_patches
-    if value.ndim == 3:
-        if value.shape[:2] == (batch, count):  # usual, so preferred if both numbers are equal
-            return value
-        if value.shape[:2] == (count, batch):
-            return value.transpose(0, 1)
-        return value.mT if value.shape[::2] == (batch, count) else None
-    if value.ndim != 4 or len(value) != batch or not square:
-        return None
-    last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
-    return None if last == first else value.flatten(1, 2) if last else value.flatten(2).mT
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return True if a module is a norm, by the name of its class."""
-    return "norm" in type(module).__name__.lower() and not module._modules
-
-
-def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
-    """Return the number of attention layers, given by their blocks, up to each run of a block."""
-    counts, paths = [], [run.path for run in runs]
-    for number, path in enumerate(paths):
-        layers = [index for index, block in enumerate(blocks, start=1) if block == path]
-        run = paths[:number].count(path)
-        counts.append(layers[run] if len(layers) == paths.count(path) else layers[-1])
-    return counts
-
-
-def is_nonzero(gradient: Tensor | None) -> bool:
-    """Return True if any entry of a gradient is not 0."""
-    return gradient is not None and bool(torch.count_nonzero(gradient))

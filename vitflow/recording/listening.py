@@ -21,7 +21,6 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
-from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
@@ -51,7 +50,6 @@ class Listening(Interception):
 
     Attributes:
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
-        watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
         modules: the attention modules of the model by layer.
         means, discard_ratio: True to keep means over heads; share of the smallest values that are not kept.
@@ -76,7 +74,6 @@ class Listening(Interception):
         discard_ratio: float,
     ) -> None:
         super().__init__()
-        self.watch = BlockWatch(model)
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""

@@ -78,9 +78,12 @@ class Layers:
                     f"{kind} computes each head of {block} in another module, but has no module around these that "
                     f"returns their result. {OTHER_METHODS}"
                 )
-        kept = [layer for layer in self.order if layer[0] in names]
+        kept, ran = [layer for layer in self.order if layer[0] in names], set[str]()
         for (below, number, _), (above, _, sources) in pairwise(kept):
+            ran.add(below)
             if stack_of(below) == stack_of(above) and sources & number != number:
+                if above in ran:
+                    return f"{kind} computes its output by several runs of its blocks. {OTHER_METHODS}"
                 return (
                     f"{kind} computes the attention of {below} and {above} side by side, but not from the same tokens, "
                     f"or without joining their results before the next layer. {OTHER_METHODS}"

@@ -23,8 +23,9 @@ from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.between import blocks_of, find_passed
-from vitflow.recording.block_watch import as_tokens
+from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.experiment import Call
+from vitflow.recording.head import as_tokens
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
@@ -79,7 +80,7 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     refusal = refusal or layers_of_image(call).refusal(call.model, mixing)
     if refusal is not None or not whole or not trace.layers:
         return refusal
-    assert trace.watch is not None
+    assert isinstance(trace.watch, BlockWatch)
     return (
         unseen_mixing(call, trace.layers, names)
         or _place_layers(call, trace.layers, trace.names)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.block_watch import HeadGraph, HeadInput, is_nonzero
+from vitflow.recording.head import HeadGraph, HeadInput, is_bypassed, is_nonzero
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]
@@ -22,8 +22,6 @@ Read = Callable[[Any], Tensor | None]
 _COUNTED = 1e-3
 # Lower limit of a divisor.
 _TINY = torch.finfo(torch.float64).tiny
-# Relative difference of two gradients by rounding, by bytes per element.
-_ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
 
@@ -75,105 +73,51 @@ class Measured:
 def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> Measured:
     """Measure the tokens from which the score of each image is computed, given those of each run of a block.
 
-    If the head reads only the last block, its tokens are those after the latest norm or container that all of an
-    image's gradient passes.
+    They are the tokens after the latest token-wise norm or container that every path from the score passes, otherwise
+    the outputs of blocks themselves.
     """
-    batch, image = len(scores), [] if graph.image is None else [graph.image]
+    batch, image, top = len(scores), [] if graph.image is None else [graph.image], tokens[-1]
     scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
-    tensors = [*image, *(each.tokens for each in (*graph.blocks, *graph.later))]
+    sources = [*image, *(each.tokens for each in graph.blocks)]
+    through = [each for each in graph.later if not is_bypassed(scores, [each.tokens], sources)]
+    tensors = [*sources, *(each.tokens for each in through)]
     gradients = graph.differentiate(scores, torch.full_like(scores, scale), tensors)
-    split = len(image) + len(graph.blocks)
-    to_image, to_blocks, to_later = gradients[: len(image)], gradients[len(image) : split], gradients[split:]
+    to_image, to_blocks = gradients[: len(image)], gradients[len(image) : len(sources)]
     unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
     read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
+    pools = any(each.kind == "pooling" for each in through)
+    pooled = read[-1] if pools else unread
     zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
     norms = [
         token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
         for gradient, each, nothing, is_read in zip(to_blocks, tokens, zeros, read.any(dim=1).tolist(), strict=True)
     ]
-    waiting, pooled, top = read.any(dim=0), torch.zeros_like(read[0]), tokens[-1]
-    fits = norms[-1] is not None
-    for later, gradient in reversed(list(zip(graph.later, to_later, strict=True))):
-        if gradient is None or not (waiting.any() or later.kind == "pooling"):
-            continue
-        if later.kind == "container" and fits and later.tokens.numel() != graph.blocks[-1].tokens.numel():
-            continue  # tokens of another width may be internal to a head
-        passes = read[-1].clone()
-        if is_bypassed(scores, [later.tokens], tensors[:split]):
-            passes &= _passes(later, gradient, graph, gradients[:split], batch)
-        if later.kind == "pooling":
-            pooled |= passes
-            continue
-        at_later, passes = token_norms(gradient, top.queries, top.order), waiting & passes
-        if at_later is None or not passes.any() or (later.kind == "norm" and not _is_token_wise(later, graph, tokens)):
-            continue
-        every = passes.equal(waiting)  # then the tokens of blocks need not fit their layouts
-        norms = [nothing if every and each is None else each for each, nothing in zip(norms, zeros, strict=True)]
-        norms = [
-            each if each is None or each is nothing else each.masked_fill(passes[:, None], 0.0)
-            for each, nothing in zip(norms, zeros, strict=True)
-        ]
-        norms[-1] = None if norms[-1] is None else torch.where(passes[:, None], at_later, norms[-1])
-        waiting &= ~passes
-    return Measured(norms, pooled, _refusal(graph, to_image, read, waiting))
+    last = graph.blocks[-1].tokens
+    for later, gradient in reversed(list(zip(through, gradients[len(sources) :], strict=True))):
+        if later.kind == "container":  # tokens of another width may be internal to a head
+            usable = norms[-1] is None or later.tokens.numel() == last.numel()
+        else:
+            usable = later.kind == "norm" and _is_token_wise(later, graph, top.queries)
+        after = token_norms(gradient, top.queries, top.order) if usable and gradient is not None else None
+        if after is not None:
+            return Measured([*zeros[:-1], after], pooled)
+    return Measured(norms, pooled, _refusal(graph, to_image, read))
 
 
-def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor, direct: Tensor) -> str:
+def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor) -> str:
     """Return the reason why the layers below the head do not explain the output, or an empty string.
 
-    `read` is True if the output of an image depends on a block directly, bool [blocks, batch], and `direct` for each
-    image of which the head reads the outputs of blocks themselves, bool [batch].
+    `read` is True if the output of an image depends on a block directly, bool [blocks, batch].
     """
     lower = zip(graph.blocks[:-1], read[:-1].any(dim=1).tolist(), strict=True)
     again = any(is_read and block.path == graph.blocks[-1].path for block, is_read in lower)
     if again or graph.is_restarted():
         return "by several runs of its blocks"
-    if any(bool(((_largest(each, len(direct)) != 0) & direct).any()) for each in to_image if each is not None):
+    if any(map(is_nonzero, to_image)):
         return "also directly from the image, bypassing its blocks"
-    if bool((read[:-1] & direct).any()) and not graph.is_chain():
+    if bool(read[:-1].any()) and not graph.is_chain():
         return "from several blocks, with skip connections around some of them"
     return ""
-
-
-def is_bypassed(
-    start: Tensor, through: Sequence[Tensor], sources: Sequence[Tensor], cuts: Sequence[HeadInput] = ()
-) -> bool:
-    """Return True if a path of the graph from a tensor to a source may bypass the tensors between them.
-
-    Paths continue from the leaf after a block of `cuts` to what the block returned.
-    """
-    if not all(source.is_leaf for source in sources):
-        return True
-    leaves, ends = set(map(id, sources)), {(tensor.grad_fn, tensor.output_nr) for tensor in through}
-    returned = {id(cut.tokens): cut.source for cut in cuts if cut.source is not None}
-    seen, waiting = set[Any](), [(start.grad_fn, start.output_nr)]
-    while waiting:
-        node, output = waiting.pop()
-        if node is None or node in seen or (node, output) in ends:
-            continue
-        variable = id(getattr(node, "variable", None))
-        if variable in leaves:
-            return True
-        seen.add(node)
-        waiting += node.next_functions
-        if (source := returned.get(variable)) is not None:
-            waiting.append((source.grad_fn, source.output_nr))
-    return False
-
-
-def _passes(
-    later: HeadInput, gradient: Tensor, graph: HeadGraph, totals: Sequence[Tensor | None], batch: int
-) -> Tensor:
-    """Return True for each image of which all gradients at the image and at blocks pass later tokens, bool [batch]."""
-    passes = torch.ones(batch, dtype=torch.bool, device=gradient.device)
-    image = [] if graph.image is None else [graph.image]
-    tensors = [*image, *(block.tokens for block in graph.blocks)]
-    known = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]
-    passed = graph.differentiate(later.tokens, gradient, [tensor for tensor, _ in known])
-    for through, (_, total) in zip(passed, known, strict=True):
-        rest = total if through is None else total - through
-        passes &= _largest(rest, batch) <= _ROUNDING[total.dtype.itemsize] * _largest(total, batch)
-    return passes
 
 
 def _largest(gradient: Tensor, batch: int) -> Tensor:
@@ -183,28 +127,25 @@ def _largest(gradient: Tensor, batch: int) -> Tensor:
     return images.reshape(batch, -1).amax(dim=1) if len(images) % batch == 0 else images.amax().expand(batch)
 
 
-def _is_token_wise(norm: HeadInput, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> bool:
-    """Return True if a token of a norm depends on only one token of the last block or container before it.
+def _is_token_wise(norm: HeadInput, graph: HeadGraph, layout: TokenLayout) -> bool:
+    """Return True if a token of a norm depends on at most one token of the last block or container before it.
 
     One token of each image is tested, in the same backward pass.
     """
-    top, (batch, *_) = tokens[-1].queries, norm.tokens.shape if graph.image is None else graph.image.shape
-    channels = channel_axis(norm.tokens.shape, top)
+    batch = len(norm.tokens) if graph.image is None else len(graph.image)
+    channels, last = channel_axis(norm.tokens.shape, layout), graph.blocks[-1].tokens
     images = 1 if norm.tokens.shape[0] != batch == norm.tokens.shape[1] else 0  # [tokens, batch, channels]
     token = tuple(
         slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.tokens.shape)
     )
     chosen = torch.zeros_like(norm.tokens)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    last = graph.blocks[-1]
-    inside = [each for each in graph.later[: graph.later.index(norm)] if each.kind == "container"]
-    before = [each.tokens for each in inside if each.tokens.numel() == last.tokens.numel()]
-    reached = graph.differentiate(norm.tokens, chosen, [*reversed(before), last.tokens])
+    inside = [each.tokens for each in graph.later[: graph.later.index(norm)] if each.kind == "container"]
+    before = [each for each in reversed(inside) if each.numel() == last.numel()]
+    reached = graph.differentiate(norm.tokens, chosen, [*before, last])
     nearest = next((gradient for gradient in reached if gradient is not None and is_nonzero(gradient)), None)
-    if nearest is None:
-        return True
-    norms = token_norms(nearest, top)
-    return norms is not None and int((norms > 0).sum(dim=1).max()) <= 1
+    norms = None if nearest is None else token_norms(nearest, layout)
+    return nearest is None or (norms is not None and int((norms > 0).sum(dim=1).max()) <= 1)
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:

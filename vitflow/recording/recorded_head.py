@@ -14,8 +14,8 @@ from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.recording.between import blocks_of
-from vitflow.recording.block_watch import BlockWatch, HeadGraph, layer_counts
 from vitflow.recording.experiment import Call
+from vitflow.recording.head import HeadGraph, HeadWatch, layer_counts
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
 from vitflow.recording.readout import (
     Measured,
@@ -64,7 +64,7 @@ class RecordedHead(RecordedLayers):
     names: list[str] = field(default_factory=list)
     read: Read = logits_of
     call: Call | None = None
-    watch: BlockWatch | None = None
+    watch: HeadWatch | None = None
     known_layout: TokenLayout | None = None
     known_top: TokenLayout | None = None
     given_readout: Tensor | None = None
@@ -243,7 +243,7 @@ class RecordedHead(RecordedLayers):
 
     def _repeat(self, call: Call, logits: Tensor) -> tuple[Any, HeadGraph | None, str]:
         """Repeat the pass with gradients in the head alone; see `_graph`."""
-        watch = BlockWatch(call.model, self.blocks, cut=True)
+        watch = HeadWatch(call.model, self.blocks, cut=True)
         try:
             with call.experiment(watch.hooks(), gradients=True, autocast=True):
                 outputs: Any = self.read(call(watch.begin(call.pixels), same_images=True))

@@ -23,8 +23,9 @@ from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
 from vitflow.models.parts import ModelState, check_recordable, modules_of, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
-from vitflow.recording.block_watch import BlockWatch, known_blocks
+from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.experiment import Call
+from vitflow.recording.head import known_blocks
 from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
@@ -199,7 +200,6 @@ class record_attention:
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
             self._watch = BlockWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
-            self._listening.watch = self._watch
         yield from self._watch.hooks()
 
     def _watch_modules(self, state: ModelState) -> None:

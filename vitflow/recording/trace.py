@@ -16,11 +16,12 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
 from vitflow.recording.between import find_moved
-from vitflow.recording.block_watch import HeadInput, is_nonzero, layer_counts
+from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.experiment import Call
+from vitflow.recording.head import HeadInput, is_bypassed, is_nonzero, layer_counts
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, Backward
-from vitflow.recording.readout import HALF_SCALE, Read, is_bypassed
+from vitflow.recording.readout import HALF_SCALE, Read
 from vitflow.recording.recorded_head import RecordedHead
 
 
@@ -105,7 +106,7 @@ class Trace(RecordedHead):
         """Raise UnsupportedModelError if tokens were reordered below a module, or changed anywhere without autograd."""
         if not self._moved:
             moved, call = None, self.call
-            if call is not None and self.watch is not None and not call.pixels.is_meta:
+            if call is not None and isinstance(self.watch, BlockWatch) and not call.pixels.is_meta:
                 moved = find_moved(call, self.watch, self.known_layout)
             self._moved.append(moved)
         [moved] = self._moved
