@@ -93,14 +93,11 @@ def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
     checked = actual.values["flip_stability"][~np.isnan(actual.values["flip_stability"]).all(axis=1)]
     assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
     pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
-    assert ("gae", "gae (blurred)") in pairs and ("rollout", "gae") in pairs
-    assert not {("rollout", "gae (blurred)"), ("rollout (blurred)", "gae"), ("gae (blurred)", "random")} & pairs
+    assert {("gae", "gae (blurred)"), ("rollout", "gae")} <= pairs
+    assert {name for name, _ in actual.ranking("roc_auc")} == {"gae", "rollout"}
     assert any("Blurred control" in note for note in actual.notes)
     assert actual.settings["blurred_control"] is True
-    lines = [line.split(" | ") for line in actual.to_markdown().splitlines()]
-    assert ["| method", "ROC-AUC ↑", "ROC-AUC, blurred |"] in lines and len(lines[2]) == 3
-    control = actual.blurred("roc_auc", "gae").estimate.mean
-    assert next(line[2] for line in lines if line[0] == "| gae") == f"{control:.3f} |"
+    assert "\ngae (blurred)" in str(actual)
 
 
 def test_the_batch_changes_no_value(demo):

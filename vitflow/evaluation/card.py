@@ -86,7 +86,7 @@ def _draw_localisation(axes: Axes, tables: Tables, method: str) -> None:
     if method not in table or table[method].mean is None:
         _write(axes, "no boxes or masks")
         return
-    names = [method, *(name for name in tables.shown_methods if tables.is_baseline(name))]
+    names = [method, *(name for name in tables.methods if tables.is_baseline(name))]
     for place, name in enumerate(names):
         estimate = table[name]
         axes.barh(place, estimate.mean or 0.0, height=0.62, color=BASELINE if tables.is_baseline(name) else BAR)

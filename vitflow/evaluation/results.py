@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitflow.errors import OptionError, printable
-from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
+from vitflow.evaluation.metrics import GROUPS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import Table, TableRow, Tables
 from vitflow.evaluation.verdict import counted, notes_on, undefined_values, verdict
@@ -188,7 +188,7 @@ class Evaluation(Tables):
         """Return the photographs of the page, each with the maps of the best methods."""
         examples = []
         best = [method for method, _ in self.ranking(self.lead.name)[:_MAPS_SHOWN]] if self.lead else []
-        chosen = [self.methods.index(method) for method in self.shown_methods if method in best]
+        chosen = [self.methods.index(method) for method in self.methods if method in best]
         for maps in self.examples.images if self.examples else ():
             images = {"photograph": maps[0].image} | {self.methods[index]: maps[index].overlay() for index in chosen}
             shown = [{"title": title, "data": data_uri(thumbnail(image, _SIDE))} for title, image in images.items()]
@@ -228,7 +228,7 @@ def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
     Baselines are grey. A thin line marks the random map's mean in every panel.
     """
     metrics = [metric for metric in tables.metrics if metric.name in names or metric.group in names]
-    methods = [name for name in tables.shown_methods if any(tables.is_measured(name, metric) for metric in metrics)]
+    methods = [name for name in tables.methods if any(tables.is_measured(name, metric) for metric in metrics)]
     labels = [printable(name) for name in methods]
     # A panel is as wide as the longest title, which the layout does not consider.
     panel = max(_PANEL, *(_TITLE_PAD + measure(_titled(metric), TITLE) for metric in metrics))
@@ -268,7 +268,7 @@ def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
 
 
 def _draw_curves(tables: Tables) -> Figure:
-    """Draw mean deletion and insertion curves, a line per method without the controls; baselines are grey."""
+    """Draw mean deletion and insertion curves, a line per method; baselines are grey."""
     titles = {
         "deletion": "deletion: highest patches removed first ↓",
         "insertion": "insertion: highest patches inserted first ↑",
@@ -278,7 +278,7 @@ def _draw_curves(tables: Tables) -> Figure:
             title: [
                 Series(method, tables.fractions, line, baseline=tables.is_baseline(method))
                 for method, line in tables.mean_lines(name).items()
-                if not is_blurred(method) and any(value is not None for value in line)
+                if any(value is not None for value in line)
             ]
             for name, title in titles.items()
         },

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, groupby, product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from vitflow.analysis.comparison import Comparison
 from vitflow.errors import check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
-from vitflow.evaluation.metrics import METRICS, Metric, blurred_label, has_intervals, is_blurred
+from vitflow.evaluation.metrics import METRICS, Metric, has_intervals, is_blurred
 from vitflow.evaluation.statistics import (
     Difference,
     Estimate,
@@ -29,8 +29,6 @@ from vitflow.images.typesetting import decimal
 from vitflow.registry.choices import split_label
 from vitflow.registry.method_table import BASELINES, METHODS
 
-# Metrics whose blurred controls are displayed, if they are measured: blur improves one and worsens the other.
-_CONTROLLED = ("roc_auc", "deletion_auc")
 # Metrics to read first, if more than these are measured.
 _MAIN = ("roc_auc", "pointing_game", "deletion_auc", "insertion_auc", "grid_auc")
 # Columns of an image in the tidy table.
@@ -173,12 +171,7 @@ class Tables:
     @property
     def main_methods(self) -> list[str]:
         """Methods without baselines and blurred controls."""
-        return [name for name in self.shown_methods if not self.is_baseline(name)]
-
-    @property
-    def shown_methods(self) -> list[str]:
-        """Methods and baselines, without blurred controls, which tables show next to their method."""
-        return [name for name in self.methods if not is_blurred(name)]
+        return [name for name in self.methods if not (self.is_baseline(name) or is_blurred(name))]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
         """Return True if the metric was measured for the method; controls are measured on one image and class only."""
@@ -225,27 +218,22 @@ class Tables:
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
-        """Return the paired differences of all methods, and of each method and its control; OptionError as `table`."""
+        """Return the paired differences of all methods and controls; OptionError as `table`."""
         check_known("metric of this evaluation", metric, self.values)
         return list(self._differences[metric].values())
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
-        """Return first minus second; None for a method and itself, or another method's blurred control."""
+        """Return first minus second; None for a method and itself."""
         check_known("metric of this evaluation", metric, self.values)
         pair, reverse = (self._differences[metric].get(pair) for pair in ((first, second), (second, first)))
         return pair if reverse is None else reverse.reversed()
 
     @cached_property
     def _differences(self) -> dict[str, dict[tuple[str, str], Difference]]:
-        pairs = [
-            (i, j)
-            for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
-            if second == blurred_label(first) or not (is_blurred(first) or is_blurred(second))
-        ]
         differences = {}
         for metric in self.metrics:
             values, labels = self.measured_values(metric), list(self.methods)
-            estimated = paired_differences(labels, values, pairs, limits=metric.limits, share=metric.share)
+            estimated = paired_differences(labels, values, limits=metric.limits, share=metric.share)
             differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
         return differences
 
@@ -295,18 +283,6 @@ class Tables:
 
     # --- Tables for display ------------------------------------------------------------------------------------------
 
-    def blurred(self, metric: str, method: str) -> TableRow | None:
-        """Return the row of a method's blurred control; None if it was not measured."""
-        twin = blurred_label(method)
-        return next((row for row in self.table(metric) if row.method == twin and row.measured), None)
-
-    def control(self, group: str) -> Metric | None:
-        """Return the metric of a group whose blurred controls are displayed; None if none was measured."""
-        metrics = [metric for metric in self.metrics if metric.group == group]
-        metrics = [*(metric for metric in metrics if metric.name in _CONTROLLED), *metrics]
-        measured = (m for m in metrics if any(self.blurred(m.name, method) for method in self.main_methods))
-        return next(measured, None)
-
     @property
     def main_metrics(self) -> list[Metric]:
         """The metrics to read first, at most five: all if they are no more, else those of `_MAIN`, else the first."""
@@ -315,20 +291,12 @@ class Tables:
         return main or list(self.metrics[: len(_MAIN)])
 
     def overview(self, group: str | None = None) -> Table:
-        """Return means ± standard errors: a row per method, a column per metric of a group and one of its controls.
-
-        Without a group, the columns are the main metrics.
-        """
-        columns: dict[str, list[str]] = {"method": self.shown_methods}
+        """Return means ± standard errors: a row per method, a column per metric of a group, or per main metric."""
+        columns = {"method": [*self.methods]}
         metrics = [metric for metric in self.metrics if metric.group == group]
         for metric in metrics if group else self.main_metrics:
-            rows = [row for row in self.table(metric.name) if row.method in self.shown_methods]
-            columns[f"{metric.title} {metric.arrow}"] = [
-                str(row.estimate) if row.measured else "not measured" for row in rows
-            ]
-        if group and (control := self.control(group)) is not None:
-            controls = [self.blurred(control.name, method) for method in self.shown_methods]
-            columns[f"{control.title}, blurred"] = [decimal(row.estimate.mean) if row else "" for row in controls]
+            cells = [str(row.estimate) if row.measured else "not measured" for row in self.table(metric.name)]
+            columns[f"{metric.title} {metric.arrow}"] = cells
         return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
