@@ -112,6 +112,7 @@ def test_attention_that_is_normalised_across_heads_is_refused(norm):
         return
     with pytest.raises(UnsupportedModelError, match="negative"):
         explained(model, "rollout")
+    assert explained(model, "sampling").grid.any()
 
 
 def test_volumes_are_refused_by_name():

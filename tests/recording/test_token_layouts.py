@@ -76,6 +76,23 @@ def test_backbones_by_hand_declare_their_tokens(tokens, patch_size):
         np.testing.assert_array_equal(explained(model, method), explained(model, method, layout))
 
 
+@pytest.mark.parametrize("name", ["class_embedding", "cls", "class_token"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_class_tokens_by_hand_have_many_names(name, nested):
+    def compute(model: nn.Module, x: Tensor) -> Tensor:
+        tokens = torch.cat([getattr(model, name).expand(len(x), -1, -1), model.stem(x).flatten(2).transpose(1, 2)], 1)
+        return model.head(model.layers(tokens)[:, 0])
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Block(WIDTH, 3) for _ in range(2)))
+    model = Custom(compute, stem=nn.Conv2d(3, WIDTH, 8, 8), layers=layers, head=nn.Linear(WIDTH, 5))
+    setattr(model, name, nn.Parameter(torch.randn(1, 1, WIDTH)))
+    model = Custom(lambda m, x: m.inside(x), inside=model) if nested else model
+    np.testing.assert_array_equal(
+        explained(jitter(model), "rollout"), explained(model, "rollout", TokenLayout(1, 4, 4))
+    )
+
+
 @cache
 def _class_token_first() -> nn.Module:
     return made({"cls_token": 1, "register_tokens": 2})

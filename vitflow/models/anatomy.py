@@ -18,8 +18,11 @@ from vitflow.models.parts import modules_of, pretrained_of
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
-# Attribute names of the class token in timm, [1, tokens, width].
-_CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
+# Attribute names of the class token in timm, and in models by hand, [1, tokens, width].
+_CLASS_TOKENS = (
+    *("cls_token", "class_token", "cls_token_0", "cls_token1"),
+    *("cls_tokens", "class_tokens", "class_embedding", "cls_embedding", "cls_embed", "cls"),
+)
 # Attribute names of register tokens outside of transformers, [… tokens, width].
 _REGISTERS = ("register_tokens", "storage_tokens", "reg_token")
 # Names of the patch embedding and of prefix tokens in transformers.
@@ -174,7 +177,8 @@ def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: i
     """
     height, width = input_size
     transformer: Any = transformer_of(model)
-    learned = (_prefix_tokens(transformer), class_tokens(transformer))
+    owner = next((module for module in modules_of(transformer) if class_tokens(module)), transformer)
+    learned = (_prefix_tokens(owner), class_tokens(owner))
     declared = (getattr(transformer, "num_prefix_tokens", None), *learned)
     prefixes = dict.fromkeys([count for count in declared if isinstance(count, int)] + [0])
     for prefix in prefixes:

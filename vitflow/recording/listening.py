@@ -150,7 +150,7 @@ class Listening(Interception):
                 "negative entries: rollout and flow do not support it."
             )
         if attention.mixed and _has_other_sums(probabilities.detach()):
-            raise UnsupportedModelError(
+            raise NoAttentionError(
                 f"{type(module).__name__} ({name}) normalises its attention after the softmax, so that it has negative "
                 f"entries, and rows of different sums: it is not an attention that can be multiplied. {OTHER_METHODS}"
             )
