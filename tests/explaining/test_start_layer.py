@@ -14,6 +14,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, method_label, notes_of
 from vitflow.methods.rollout import attention_rollout
+from vitflow.recording.listening import Listening
 from vitflow.registry.choices import choose_methods
 from vitflow.registry.method_table import get_method
 from vitflow.text.method_table import text_method
@@ -111,6 +112,58 @@ def test_rollout_below_flow_starts_at_the_middle(twelve):
 def test_methods_without_halves_refuse_the_word_by_name(twelve, method):
     with pytest.raises(OptionError, match=f"start_layer='middle' is an option of rollout: pass {method} the number"):
         twelve.explain(photo(64, 64), method=method, start_layer="middle")
+
+
+@pytest.fixture
+def intercepted(monkeypatch) -> list[str]:
+    """Names of the layers whose attention is intercepted."""
+    names: list[str] = []
+    take = Listening.on_attention_parts
+
+    def counted(self, *args):
+        names.append(self.path[-1][0])
+        return take(self, *args)
+
+    monkeypatch.setattr(Listening, "on_attention_parts", counted)
+    return names
+
+
+def test_layers_below_the_start_are_not_intercepted_if_rollout_alone_is_requested(intercepted):
+    model, upper = explainer(), [f"blocks.{number}.attn" for number in range(6, 12)]
+
+    def seen(**options) -> list[str]:
+        intercepted.clear()
+        model.explain_batch([photo(64, 64)], **options)
+        return list(intercepted)
+
+    first = grid(model)
+    assert len(set(seen(method="rollout"))) == 6 and seen(method="rollout") == upper
+    np.testing.assert_allclose(grid(model), first, rtol=1e-5)
+    for options in (
+        {"method": "rollout", "start_layer": 7},
+        {"method": "rollout", "patch": (1, 1)},
+        {"methods": ["rollout", "attention"]},
+        {"methods": ["flow"]},
+    ):
+        assert len(seen(**options)) == 12
+    intercepted.clear()
+    assert len(model.record(photo(64, 64)).attentions) == 12
+    with torch.no_grad():
+        model.model.blocks[0].attn.qkv.weight.mul_(1.5)  # another model: all layers are seen again
+    assert len(seen(method="rollout")) == 12 and len(seen(method="rollout")) == 6
+    twice = [saliency.grid for saliency in model.explain_batch([photo(64, 64, 1), photo(64, 64)], method="rollout")]
+    np.testing.assert_allclose(twice[1], grid(model, start_layer=7), rtol=1e-5)
+
+
+def test_layers_of_a_shared_module_are_all_recorded(intercepted):
+    model = explainer()
+    for number in range(6, 12):
+        model.model.blocks[number] = model.model.blocks[number - 6]
+    expected = grid(model, start_layer=7)
+    for _ in range(3):
+        intercepted.clear()
+        np.testing.assert_allclose(grid(model), expected, rtol=1e-5)
+        assert len(intercepted) == 12
 
 
 def test_texts_refuse_the_word_by_name():

@@ -72,7 +72,15 @@ def recording_options(chosen: Chosen, model: nn.Module, *, affinity: bool = True
         "keys": keys,
         "means": means and not every_head,
         "discard_ratio": 0.0 if every_head or keys or gradients else _common_discard_ratio(chosen),
+        "lower_layers": not all(map(_reads_upper_layers, chosen)),
     }
+
+
+def _reads_upper_layers(chosen: ChosenMethod) -> bool:
+    """Return True for rollout of the model's output from the middle layer on."""
+    options = chosen.options
+    whole = chosen.method.function == ROLLOUT and options["start_layer"] == "middle"
+    return whole and options["patch"] is None and options["end_layer"] == -1
 
 
 def _common_discard_ratio(chosen: Chosen) -> float:

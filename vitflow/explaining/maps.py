@@ -23,6 +23,7 @@ from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.progress import tracking
 from vitflow.recording.layers import Backward
+from vitflow.recording.parallel import remember_lower_layers
 from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
 
@@ -249,6 +250,8 @@ def rollout(
     end = check_layer("end_layer", end_layer, len(trace.layers)) + 1
     start = middle_layer(trace, min(readouts)) if isinstance(start_layer, str) else start_layer
     start = check_layer("start_layer", start, end) + 1
+    if isinstance(start_layer, str) and patch is None:
+        remember_lower_layers(trace.call, trace.layers, start - 1)
     options["discard_ratio"] = [discard_ratio if layer.prefix is None else 0.0 for layer in trace.layers[:end]]
     maps = _through_layers(trace, matrices, readouts, start_layer=start, end_layer=end_layer, **options)
     facts = [{"layers": [start, end]}] * len(maps.grids) if (start, end) != (1, len(trace.layers)) else []

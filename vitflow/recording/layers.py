@@ -32,6 +32,8 @@ MEAN_SCALE = 2.0**15
 SPARSE = 0.5
 
 #: Message for a trace without a forward pass.
+#: Key of the layers below the start of rollout in the cache of a model, with the input size: queries and keys by path.
+LOWER_LAYERS = "lower layers"
 NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."
 # Names of cross-attention modules, in lower case.
 _CROSS = ".cross_attention"

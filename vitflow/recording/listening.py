@@ -1,7 +1,7 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Listening(Interception):
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call: the recorded model call with images.
         calls: arguments of the running modules by path, if a text is read.
+        left_out: layers that are not intercepted: the numbers of their queries and keys by path.
         chunks: measures attention that a module computes in chunks of a text, if given.
         recorded, recorded_any: paths of the finished layers of the pass, and True if any pass had attention.
     """
@@ -93,6 +94,7 @@ class Listening(Interception):
         self._trace = self._opened
         self.path = []
         self.pooling: Tensor | None = None
+        self.left_out: Mapping[str, tuple[int, int]] = {}
         self.batch = 1
         self.tokens: int | None = None
         self.call: Call | None = None
@@ -130,6 +132,8 @@ class Listening(Interception):
             return None
         name, module = self.path[-1]
         if self.within and name != self.within and not name.startswith(f"{self.within}."):
+            return None
+        if name in self.left_out:
             return None
         other = other_attention(module)
         if other is not None:
@@ -237,6 +241,11 @@ class Listening(Interception):
 
         Return a replacement for its output with the recorded attention in its graph; None to keep the output.
         """
+        if name in self.left_out and self.call is not None:
+            zeros = torch.zeros((), device=self.call.pixels.device).expand(self.batch, *self.left_out[name])
+            mean = torch.zeros((), dtype=torch.float16, device=zeros.device).expand_as(zeros) if self.means else None
+            self._take(AttentionLayer(name, fused=dict.fromkeys(self.fusions, zeros), mean=mean))
+            return None
         replacement, projection = self._join_chunks(name, output), self._projections.get(name)
         if projection is not None:
             projection.check_returned(output)
@@ -318,7 +327,7 @@ class Listening(Interception):
         self.recorded_any = True
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
-        if self.discard_ratio >= SPARSE and count == self.batch and queries == keys:
+        if layer.name not in self.left_out and self.discard_ratio >= SPARSE and count == self.batch and queries == keys:
             self._discard(layer, keys)
         self._trace.layers.append(layer)
 

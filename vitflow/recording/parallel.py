@@ -24,7 +24,7 @@ from vitflow.recording.attention_kinds import arrangement, is_head_by_head, is_p
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook
-from vitflow.recording.layers import stack_of, stream_of
+from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stack_of, stream_of
 
 # The number of tokens of the text on which a language model runs.
 _LENGTH = 11
@@ -89,6 +89,15 @@ class Layers:
                     f"or without joining their results before the next layer. {OTHER_METHODS}"
                 )
         return None
+
+
+def remember_lower_layers(call: Call | None, layers: Sequence[AttentionLayer], count: int) -> None:
+    """Store the first `count` layers, which later passes of rollout alone do not record, if each is one module's."""
+    if call is None or len({layer.name for layer in layers}) < len(layers) or layers_of_image(call).joined:
+        return
+    shapes = {layer.name: layer.example.shape for layer in layers[:count]}
+    if all(shape[0] == len(call.pixels) for shape in shapes.values()):
+        call.cached((LOWER_LAYERS, call.size), lambda: {name: shape[-2:] for name, shape in shapes.items()})
 
 
 def layers_of_image(call: Call) -> Layers:

@@ -37,7 +37,7 @@ from vitflow.recording.isolation import (
     refuse_checkpointing,
     uncompiled,
 )
-from vitflow.recording.layers import FusionKey
+from vitflow.recording.layers import LOWER_LAYERS, FusionKey
 from vitflow.recording.listening import Chunks, Listening
 from vitflow.recording.parallel import Layers, layers_of_image, layers_of_text
 from vitflow.recording.places import locate
@@ -78,6 +78,8 @@ class record_attention:
         cut: paths of the blocks whose outputs become leaves of the autograd graph, so that `trace.readout` needs no
             further pass. Without `gradients`, blocks run without gradients. The forward pass must run with gradients
             enabled, and the model's output is detached from its input.
+        lower_layers: False does not intercept the layers that `LOWER_LAYERS` names in the cache of the model, if an
+            earlier pass has stored them: their matrices are zeros, without memory.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
         chunks: function that measures the attention which a module of a language model computes in chunks; without it,
@@ -115,6 +117,7 @@ class record_attention:
         outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
         cut: Sequence[str] = (),
+        lower_layers: bool = True,
         within: str = "",
         chunks: Chunks | None = None,
     ) -> None:
@@ -140,7 +143,7 @@ class record_attention:
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
         self._cut, self._watch = tuple(cut), BlockWatch(self._model)
-        self._is_open = self._reads = False
+        self._is_open, self._reads, self._lower_layers = False, False, lower_layers
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
@@ -302,6 +305,8 @@ class record_attention:
         self._listening.call = Call(state, args, kwargs, given, autocast_state(given.device))
         if self._attention:
             self._listening.modules = layers_of_image(self._listening.call)
+        if not self._lower_layers:
+            self._listening.left_out = state.cache.get((LOWER_LAYERS, self._listening.call.size), {})
         trace.begin(pixels, self._outputs, self._listening.call)
         copied = self._watch.begin(pixels)
         return (
