@@ -12,6 +12,7 @@ from vitflow.cli.figures import MethodWithOptions
 from vitflow.cli.output import check_suffix, images_bar, resumable, say, say_record, writing
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
+from vitflow.files import is_there
 from vitflow.images import FIGURE_FORMATS
 
 
@@ -95,6 +96,11 @@ def evaluate(data: str, **given: Any) -> None:
     choose_metrics(given["metrics"] or None)  # before torch is loaded
     if given["card"] is not None:
         check_suffix(given["card"], FIGURE_FORMATS)
+    shared.check_before_loading(given)
+    if not data.startswith("demo:") and not is_there(data):
+        raise OptionError(
+            f"No data at {printable(data)!r}. Expected a folder with images, an annotation file, or demo:500."
+        )
     # Waiting threads must not occupy cores; this has an effect only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.evaluation.run import evaluate
