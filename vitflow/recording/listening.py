@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.fusion import LargestValues, normalize_rows
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import output_projection
@@ -216,6 +216,11 @@ class Listening(Interception):
         """
         if not self.values:
             return None
+        if (gated := self.path[-1][0]) in self.modules.gated:
+            raise ValueNormsError(
+                f"Value weighting requires values that are only projected after the attention: {gated} multiplies the "
+                "result of its attention by a gate."
+            )
         (name, module), around = self.path[-1], self.path[-2] if len(self.path) > 1 else None
         shared = name in self.modules.joined and output_projection(module) is None
         if shared and around is not None:
