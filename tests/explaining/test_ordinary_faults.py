@@ -87,6 +87,40 @@ def test_attention_of_one_image_at_a_time_is_named():
         explained(model, "rollout", layout=TokenLayout(0, 4, 4))
 
 
+class _Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        return (self.query @ self.key(cells).mT).softmax(-1) @ cells
+
+
+class _PoolOfLibrary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.attention = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.MultiheadAttention(WIDTH, 3)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        cells = cells.transpose(0, 1)
+        return self.attention(self.query.expand(1, cells.shape[1], -1), cells, cells)[0].transpose(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Value weighting requires")
+@pytest.mark.parametrize("pool", [_Pool, _PoolOfLibrary])
+def test_attention_pooling_over_the_cells_of_a_network_is_named(pool):
+    def compute(model: nn.Module, x: Tensor) -> Tensor:
+        return model.head(model.pool(model.cnn(x).flatten(2).transpose(1, 2))[:, 0])
+
+    cnn = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.ReLU(), nn.Conv2d(16, WIDTH, 2, 2))
+    model = jitter(Custom(compute, cnn=cnn, pool=pool(), head=nn.Linear(WIDTH, 5)))
+    for method in ("rollout", "gae"):
+        with pytest.raises(UnsupportedModelError, match="pools"):
+            explained(model, method)
+    for method in ("gradcam", "sampling"):
+        assert explained(model, method).grid.any()
+
+
 class _Mixing(nn.Module):
     """Attention whose heads are mixed, and normalised across heads if `norm` is a norm."""
 

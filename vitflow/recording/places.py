@@ -56,7 +56,7 @@ def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
     if trace.layers:
         names = [layer.name for layer in trace.layers]
         refusal = call.cached((refusal_of, *names), lambda: refusal_of(call.model, names))
-        trace.refusal = refusal or _locate_layers(trace, call, given, whole)
+        trace.refusal = refusal or _refusal_of_pooling(trace) or _locate_layers(trace, call, given, whole)
     if trace.layers and trace.refusal is None:
         layouts = [layout for layer in trace.layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         trace.known_layout = max(layouts, key=lambda layout: layout.num_patches)
@@ -66,6 +66,17 @@ def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
     for path, features in trace.features.items():
         if path not in trace.feature_layouts:
             trace.feature_layouts[path] = place_features(call, path, features, trace.known_layout)
+
+
+def _refusal_of_pooling(trace: Trace) -> str | None:
+    """Return why rollout does not apply if the only attention is that of a few queries over the cells of a CNN."""
+    queries, keys = trace.layers[0].example.shape[-2:]
+    if len(trace.layers) > 1 or queries >= keys:
+        return None
+    return (
+        f"{type(trace.model).__name__} only attends in {trace.layers[0].name}, from {queries} to {keys} tokens: this "
+        "pools tokens, and is not attention between them. Use gradcam, sampling or occlusion."
+    )
 
 
 def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: bool) -> str | None:
