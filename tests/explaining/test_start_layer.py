@@ -166,6 +166,11 @@ def test_layers_of_a_shared_module_are_all_recorded(intercepted):
         assert len(intercepted) == 12
 
 
+def test_other_words_are_refused(twelve):
+    with pytest.raises(OptionError, match="Unknown start layer 'centre'"):
+        grid(twelve, start_layer="centre")
+
+
 def test_texts_refuse_the_word_by_name():
     with pytest.raises(OptionError, match="start_layer='middle'"):
         text_method("gae", {"start_layer": "middle"})

@@ -93,7 +93,8 @@ class Option:
         """
         if self.kind is bool and isinstance(value, str):
             return self.read(value)
-        if self.kind == "choice" and value is not None:  # None: the default depends on the model
+        word = self.kind is int and bool(self.choices) and isinstance(value, str)
+        if word or (self.kind == "choice" and value is not None):  # None: the default depends on the model
             check_known(self.name.replace("_", " "), value, self.choices)
         if self.name == "random_seed":
             return checked_seed(value)
