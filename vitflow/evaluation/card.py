@@ -58,8 +58,9 @@ def draw_card(tables: Tables, method: str, maps: Sequence[Saliency]) -> Figure:
         axes.set_title(printable(saliency.label), loc="left", **plain(BODY))
     _draw_deletion(figure.add_subplot(charts[0]), tables, method)
     _draw_localisation(figure.add_subplot(charts[1]), tables, method)
-    measured = f"{counted(len(tables.images), 'image')} of {tables.data}"
-    title = f"{method_title(method)}: saliency of {tables.model} on {measured}"
+    count = counted(len(tables.images), "image")
+    data = count if tables.data == count else f"{count} of {tables.data}"  # a list of images has no other name
+    title = f"{method_title(method)}: saliency of {tables.model} on {data}"
     lead = "" if tables.lead is None else f"Photographs: the middle three by {tables.lead.title}. "
     return framed(figure, title, [f"{lead}Bars: mean with 95 % interval.", _NOT_SHOWN])
 
@@ -76,7 +77,7 @@ def _draw_deletion(axes: Axes, tables: Tables, method: str) -> None:
         at = len(values) // 2
         place: dict[str, Any] = {"xytext": (3, 3), "textcoords": "offset points"}
         axes.annotate(method_title(name), (tables.fractions[at], values[at]), **place, **plain(BODY))
-    axes.set_ylim(bottom=0.0)
+    axes.set_ylim(0.0, 1.1 * axes.get_ylim()[1])
     axes.set_xlabel("share of patches removed", fontsize=BODY, color=GREY)
 
 
