@@ -161,7 +161,7 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
             run_folder(source, tmp_path / "out", **(value if name == "options" else {name: value}))
 
 
-FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "overwrite", "progress"}
+FREE_OF_EVALUATIONS = {"output", "card", "images", "limit", "batch_size", "overwrite", "progress"}
 
 
 def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "metrics": ["faithfulness"],
         "replace_by": "blur",
         "points": 4,
-        "blurred_control": False,
+        "blurred_control": True,
         "sanity_images": 1,
         "seed": 1,
         "options": {"residual": 0.3},
