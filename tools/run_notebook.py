@@ -36,17 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cell.metadata = {key: value for key, value in cell.metadata.items() if key == "tags"}
         for shown in cell.get("outputs", ()):
             if "image/png" in shown.get("data", {}):
-                shrink(shown.data)
+                shrink(shown.data, shown.get("metadata", {}).get("image/png", {}).get("width"))
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     nbformat.write(notebook, output)
     print(output)
 
 
-def shrink(data: dict[str, str]) -> None:
-    """Give the image of an output, and its copy in HTML, a palette of 256 colours."""
+def shrink(data: dict[str, str], width: int | None = None) -> None:
+    """Give the image of an output, and its copy in HTML, the width that it is shown in and a palette of 256 colours."""
     before, file = data["image/png"].strip(), io.BytesIO()
     with Image.open(io.BytesIO(base64.b64decode(before))) as image:
-        image.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+        small = image.convert("RGB")
+        if width is not None and width < small.width:
+            small = small.resize((width, round(small.height * width / small.width)), Image.Resampling.LANCZOS)
+        small.quantize(256).save(file, "PNG", optimize=True)
     after = base64.b64encode(file.getvalue()).decode()
     data["image/png"] = after
     if "text/html" in data:
