@@ -250,8 +250,11 @@ def test_uniform_attention_is_a_uniform_map_through_padded_strided_convolutions(
     model = timm.create_model(name, num_classes=4, **options).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if path.endswith(("attn.q.weight", "attn.q.bias", "attn.qkv.weight", "attn.qkv.bias", "attention_biases")):
+            if path.endswith(("attn.q.weight", "attn.q.bias", "attention_biases")):
                 parameter.zero_()
+            elif path.endswith(("attn.qkv.weight", "attn.qkv.bias")):  # queries of each head, then keys and values
+                module = model.get_submodule(path.rpartition(".qkv")[0])
+                parameter.unflatten(0, (module.num_heads, -1))[:, : module.key_dim] = 0
     image = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 224, 224)})
     actual = explainer.explain(image, method="rollout", preset="paper")

@@ -376,34 +376,6 @@ def run(model: nn.Module, pixels: Tensor, **options):
     return trace
 
 
-def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
-    model, pixels = build(), torch.randn(3, 3, 32, 32)
-    runs = type("Runs", (list,), {})()  # which trials do not restore, as they do not know its type
-
-    def count(module: nn.Module, x: Tensor) -> Tensor:
-        runs.append(len(x))
-        module.kept = x.detach()
-        return x
-
-    counting = model.norm_pre = small.Custom(count, kept=None)
-    for options in (
-        {},
-        {"head_fusion": "mean"},
-        {"fusions": [("mean", False)], "discard_ratio": 0.5},
-        {"gradients": True},
-    ):
-        with record_attention(model, **options) as trace:
-            model(pixels)
-        assert trace.refusal is None
-    assert runs.count(3) == 4 + 2  # again after the first pass, which sets an attribute
-    assert len(counting.kept) == 3  # of the recorded pass, not of the probe
-    model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
-    assert "blocks.1.attn" in run(model, pixels).refusal
-    assert runs.count(3) == 6 + 3  # found in a few tokens, confirmed in all
-    model.blocks[1].attn.how = RECORDED["keywords"]  # no module was replaced, but more is seen
-    assert run(model, pixels).refusal is None
-
-
 @pytest.mark.parametrize(("change", "width"), [("load_state_dict", 48), ("through .data", 144)])  # 144 fits a grid, too
 def test_mixing_that_new_weights_switch_on_is_refused(change, width):
     def gated(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -424,7 +396,7 @@ def test_methods_that_need_no_attention_explain_what_is_refused():
     explainer = Explainer(model)
     image = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     for method in ("rollout", "attention", "flow", "gae"):
-        with pytest.raises(UnsupportedModelError, match=r"Custom \(blocks\.2\.attn\) in VisionTransformer mixes"):
+        with pytest.raises(UnsupportedModelError, match=r"blocks\.2.* in VisionTransformer mixes"):
             explainer.explain(image, method=method, **({"target": 1} if method == "gae" else {}))
     for method, options in (("sampling", {"masks": 8}), ("occlusion", {}), ("gradcam", {}), ("input_gradient", {})):
         assert explainer.explain(image, method=method, target=1, **options).heatmap.shape == (32, 32)
@@ -448,25 +420,6 @@ def test_mixing_next_to_attention_that_is_seen_is_detected():
     assert "MixedMlp (blocks.1)" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda x: F.conv1d(x.mT, torch.ones(WIDTH, WIDTH, 3) / WIDTH, padding=1).mT,
-        lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
-        lambda x: x.mean(dim=1, keepdim=True),
-        lambda x: x / (x.norm(dim=1, keepdim=True) + 1),
-        lambda x: x.flip(1) - x.flip(1),
-    ],
-    ids=["convolution", "pooling", "mean", "norm", "nothing"],
-)
-def test_mixing_that_is_known_is_no_unseen_attention(how):
-    model = build()
-    model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, how)
-    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
-    model.blocks[2].attn = Custom(model.blocks[2].attn, by_hand)  # and does not hide one in another block
-    assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
-
-
 def test_tokens_in_another_order_are_no_unseen_attention():
     model = build()
     model.norm_pre = small.Custom(lambda _, x: x[:, [0, *range(2, 17), 1]])
@@ -481,7 +434,10 @@ def test_a_token_that_is_replaced_for_attention_alone_is_refused(token, part):
 
     model = build(reg_tokens=3)
     model.blocks[1].get_submodule(part).register_forward_pre_hook(replace)
-    assert "Attention (blocks.1.attn) in VisionTransformer replaces" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    assert (
+        "Attention (blocks.1.attn) in VisionTransformer attends to constants"
+        in run(model, torch.randn(1, 3, 32, 32)).refusal
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -36,7 +36,7 @@ def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
     model = type(trace.model).__name__
     if path not in trace.features:
         raise UnsupportedModelError(f"{model} does not run {path}: use another layer.")
-    trace.check_order(path)
+    trace.check_places(path)
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None or trace.pixels is None or len(features) != len(trace.pixels):
         raise UnsupportedModelError(
@@ -68,7 +68,7 @@ def frozen_gradient(trace: TargetedTrace) -> Maps:
         trace.feature_layouts.update(zip(frozen.blocks, frozen.layouts, strict=True))
     frozen = trace.cached_outputs["frozen"]
     for path in frozen.blocks:
-        trace.check_order(path)
+        trace.check_places(path)
     weights = log_odds_gradient(trace.logits, trace.class_indices, trace.outputs.activation)
     return Maps(frozen_map(frozen.contributions(weights), [layout for layout, _ in frozen.layouts]))
 

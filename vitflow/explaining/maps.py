@@ -354,7 +354,6 @@ def gae(trace: TargetedTrace, **options: Any) -> Maps:
 
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target with respect to the pixels, summed per patch."""
-    trace.check_order()
     pixels = trace.backward().pixels
     assert pixels is not None
     return Maps(gradients.input_gradient(pixels, **trace.cells(patch_size)))

@@ -17,7 +17,10 @@ from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.parts import modules_of, pretrained_of
 
 # Attribute names of the output projection of attention modules.
-_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
+_OUTPUT_PROJECTIONS = (
+    *("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o"),
+    *("out", "to_out", "fc_out", "out_projection", "projection", "output", "wo", "w_o", "proj_out"),  # by hand
+)
 # Attribute names of the class token in timm, and in models by hand, [1, tokens, width].
 _CLASS_TOKENS = (
     *("cls_token", "class_token", "cls_token_0", "cls_token1"),
@@ -244,13 +247,7 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
 
 
 def output_projection(attention_module: nn.Module, parent: nn.Module | None = None) -> nn.Module | None:
-    """Return the output projection of an attention module, or `output.dense` of its parent.
-
-    None if there is none, or a norm before it.
-    """
-    norm = getattr(attention_module, "norm", None)
-    if norm is not None and not isinstance(norm, nn.Identity):
-        return None  # with a norm before the projection, the output is not linear in the values of each token
+    """Return the output projection of an attention module, or `output.dense` of its parent; None if there is none."""
     named = (attention_module._modules.get(name) for name in _OUTPUT_PROJECTIONS)
     projection = next((module for module in named if module is not None), None)
     if projection is None:

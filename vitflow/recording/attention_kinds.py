@@ -1,10 +1,10 @@
-"""Kinds of attention that cannot be distinguished by their tensors, and functions that mix tokens without attention.
+"""Kinds of attention that cannot be distinguished by their tensors.
 
 Kinds are recognised by timm's class names, or those of base classes; a module that is not listed is treated as plain
 self-attention.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -76,16 +76,6 @@ _OTHER_LAYERS = {
     "hybrid_sliding": "a state space model alongside attention",
     "recurrent": "a recurrence",
 }
-# Functions that mix neighbouring tokens, or all tokens.
-_MIXING = (
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "max_pool2d_with_indices"),
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d"),
-    *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-    *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
-)
-# Reductions that mix tokens if they are over token axes.
-_SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
 
 
 def refuse_other_layers(model: nn.Module, method: str) -> None:
@@ -235,20 +225,3 @@ def _refused(model: nn.Module) -> nn.Module | None:
     modules = modules_of(model)
     kinds = {kind for kind in set(map(type, modules)) if _listed(kind) in _REFUSED}
     return next((module for module in modules if type(module) in kinds), None) if kinds else None
-
-
-def mixes_tokens(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a call of a torch function mixes tokens: a convolution with a kernel, a mean over all tokens."""
-    if name.startswith("conv") and name in _MIXING:
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return bool(weight.shape[2:].numel() > 1)
-    if name in _MIXING or name not in _SUMMARIES:
-        return name in _MIXING
-    source = args[0] if args else kwargs["input"]
-    place = 2 if name in ("norm", "linalg_vector_norm") else 1
-    dims = args[place] if len(args) > place else kwargs.get("dim")
-    if dims is None:
-        return bool(source.ndim > 2)
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    over = {dim % source.ndim for dim in dims}
-    return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)

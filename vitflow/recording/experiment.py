@@ -4,10 +4,9 @@ The docstring of the package lists the experiments. Results on noise are cached 
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitflow.errors import ShapeError
-from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.models.parts import ModelState, Result, modules_of, runs_compiled
 from vitflow.recording.isolation import (
     ContiguousNorms,
@@ -29,8 +26,6 @@ from vitflow.recording.isolation import (
     unrecorded,
 )
 
-#: The number of tokens per block in an experiment: a prime, to distinguish tokens from channels and heads.
-FEW_TOKENS = 7
 # Containers whose changes are undone, and part of the names of those that other threads may change.
 _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
 
@@ -110,33 +105,6 @@ class Call:
         """Return different random pixels for some images, the same each time."""
         noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
         return noise.to(self.pixels.device, self.pixels.dtype)
-
-
-def few_token_hooks(model: nn.Module, blocks: Sequence[str]) -> Iterator[Hook]:
-    """Yield hooks that run each block on its first tokens only; the other tokens are returned unchanged."""
-    inputs: dict[str, Tensor] = {}  # all tokens, by block path
-
-    def is_long(value: Any) -> bool:
-        tokens = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-        return tokens and value.shape[1] > FEW_TOKENS
-
-    def shorten(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        every = next(filter(is_long, (*args, *kwargs.values())), None)
-        if every is None:
-            raise ShapeError(f"The input of {path} is not a sequence of tokens.")
-        inputs[path], few = every, every[:, :FEW_TOKENS]
-        kwargs = {name: few if value is every else value for name, value in kwargs.items()}
-        return tuple(few if value is every else value for value in args), kwargs
-
-    def extend(path: str, args: Any, output: Any) -> Any:
-        tokens, every = tokens_of(output), inputs.pop(path)
-        if tokens is None or tokens.shape != (len(every), FEW_TOKENS, every.shape[-1]):
-            raise ShapeError(f"{path} changes the number of tokens.")
-        return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
-
-    for path in blocks:
-        yield Hook(model.get_submodule(path), partial(shorten, path), before=True)
-        yield Hook(model.get_submodule(path), partial(extend, path), before=False)
 
 
 @contextmanager

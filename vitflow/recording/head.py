@@ -4,7 +4,8 @@ In vitflow's own passes the output of each block becomes a leaf of the graph, so
 that pass no later block. A user's own pass is only observed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -72,6 +73,23 @@ class HeadGraph:
                 handle.remove()
         return [kept.get(id(tokens), gradient) for tokens, gradient in zip(inputs, gradients, strict=True)]
 
+    def gradient_at_residual(self, root: Tensor, weights: Tensor) -> Tensor | None:
+        """Return the gradient at the sum of the output of the last block and its residual outside of the block.
+
+        It is the first sum with this output through which everything else is read; None if there is none.
+        """
+        last, kept = self.blocks[-1].tokens, list[Tensor]()
+        sources = [block.tokens for block in self.blocks[:-1]] + ([] if self.image is None else [self.image])
+        for node in _nodes_above(root, last):
+            if "AddBackward" in node.name() and not is_bypassed(root, [], sources, ends={node}):
+                handle = node.register_prehook(lambda gradients: kept.extend(gradients[:1]))
+                try:
+                    torch.autograd.grad(root, last, weights, retain_graph=True, allow_unused=True)
+                finally:
+                    handle.remove()
+                return kept[0] if kept and kept[0].shape == last.shape else None
+        return None
+
     def is_restarted(self) -> bool:
         """Return True if a block ran again on tokens that are not computed from the output of the previous block."""
         paths = set[str]()
@@ -106,8 +124,7 @@ class HeadWatch:
 
     Attributes:
         seen: the head inputs of the pass.
-        calls: paths of the blocks that ran, in order.
-        tokens: what the latest block returned, as later modules get it.
+        num_tokens: number of tokens that the latest block returned, if it was a sequence.
     """
 
     def __init__(
@@ -121,8 +138,7 @@ class HeadWatch:
         """Forget the previous forward pass."""
         self.image: Tensor | None = None
         self.seen: list[HeadInput] = []
-        self.calls: list[str] = []
-        self.tokens: Tensor | None = None
+        self.num_tokens: int | None = None
         self._entered: dict[str, Tensor | None] = {}
 
     def begin(self, pixels: Tensor) -> Tensor:
@@ -132,11 +148,6 @@ class HeadWatch:
             pixels = (pixels.clone() if pixels.is_inference() else pixels.detach()).requires_grad_()
         self.image = pixels if pixels.requires_grad else None
         return copied_on_write(pixels)
-
-    def num_tokens(self, blocks: Sequence[str]) -> int | None:
-        """Return the number of tokens that the last block returned, if it is one of these and returns a sequence."""
-        known = self.tokens is not None and self.tokens.ndim == 3 and self.calls[-1] in blocks
-        return self.tokens.shape[1] if known and self.tokens is not None else None
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
@@ -174,15 +185,8 @@ class HeadWatch:
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
-        if path in self.blocks:
-            self.calls.append(path)
-            self.entered(path, args, kwargs)
-            self.tokens = None
-            if self.cut and not self._gradients:
-                torch.set_grad_enabled(False)
-
-    def entered(self, path: str, args: Any, kwargs: Any) -> None:
-        """Receive the arguments of a block."""
+        if path in self.blocks and self.cut and not self._gradients:
+            torch.set_grad_enabled(False)
 
     def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
         cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)
@@ -192,7 +196,7 @@ class HeadWatch:
         passed_on = tokens
         if tokens is not None and cut and not tokens.is_inference():
             leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
-            passed_on = self.passed_on(tokens.detach() + leaf)  # a tensor that later modules may change in place
+            passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
             before = next((each for each in reversed(self.seen) if each.cut), None)
             if before is not None:  # its values are freed
                 entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
@@ -201,16 +205,8 @@ class HeadWatch:
         elif tokens is not None and tokens.requires_grad:
             self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
         if path in self.blocks:
-            self.tokens = passed_on
-            self.left(path)
+            self.num_tokens = tokens.shape[1] if tokens is not None and tokens.ndim == 3 else None
         return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
-
-    def passed_on(self, tokens: Tensor) -> Tensor:
-        """Return what later modules get of the output of a block."""
-        return tokens
-
-    def left(self, path: str) -> None:
-        """Receive `tokens`, the output of a block."""
 
 
 def known_blocks(model: nn.Module) -> Sequence[str]:
@@ -275,13 +271,17 @@ def is_nonzero(gradient: Tensor | None) -> bool:
 
 
 def is_bypassed(
-    start: Tensor, through: Sequence[Tensor], sources: Sequence[Tensor], cuts: Sequence[HeadInput] = ()
+    start: Tensor,
+    through: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    cuts: Sequence[HeadInput] = (),
+    ends: Collection[Any] = (),
 ) -> bool:
     """Return True if a path of the graph from a tensor to a source may bypass the tensors between them.
 
-    Paths continue from the leaf after a block of `cuts` to what the block returned.
+    Paths continue from the leaf after a block of `cuts` to what the block returned, and stop at the nodes `ends`.
     """
-    ends = {(tensor.grad_fn, tensor.output_nr) for tensor in through}
+    ends = {(node, 0) for node in ends} | {(tensor.grad_fn, tensor.output_nr) for tensor in through}
     leaves = {id(tensor) for tensor in sources if tensor.grad_fn is None}
     reached = {(tensor.grad_fn, tensor.output_nr) for tensor in sources if tensor.grad_fn is not None} - ends
     returned = {id(cut.tokens): cut.source for cut in cuts if cut.source is not None}
@@ -300,3 +300,21 @@ def is_bypassed(
         if (source := returned.get(variable)) is not None:
             waiting.append((source.grad_fn, source.output_nr))
     return False
+
+
+def _nodes_above(start: Tensor, tensor: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph from a tensor towards the start, as long as each result has a single use."""
+    users, seen, waiting = defaultdict[Any, list[Any]](list), set[Any](), [start.grad_fn]
+    node = tensor.grad_fn
+    while waiting:
+        user = waiting.pop()
+        if user is None or user in seen:
+            continue
+        seen.add(user)
+        for used, _ in user.next_functions:
+            node = used if getattr(used, "variable", None) is tensor else node
+            users[used].append(user)
+            waiting.append(used)
+    while node is not None and len(users[node]) == 1:
+        [node] = users[node]
+        yield node

@@ -17,10 +17,11 @@ from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_
 from vitflow.recording.attention_kinds import other_attention
 
 _ATEN = torch.ops.aten
-_FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
+#: The fused functions of attention.
+FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
 _SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax, torch.special.softmax}
 _SOFTMAX |= {_ATEN.softmax, _ATEN._softmax}
-for _functions in (_FUSED, _SOFTMAX):  # with their overloads
+for _functions in (FUSED, _SOFTMAX):  # with their overloads
     _packets = [function for function in _functions if isinstance(function, torch._ops.OpOverloadPacket)]
     _functions |= {getattr(packet, name) for packet in _packets for name in packet.overloads()}
 _MANY_HEADS = signature(F.multi_head_attention_forward)
@@ -81,7 +82,7 @@ class Interception(Listener, TorchFunctionMode):
         # flex_attention compiles itself, and torch 2.8 cannot trace what follows.
         if torch.compiler.is_compiling() or func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
-        if func in _FUSED:
+        if func in FUSED:
             return attend(self, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_with_many_heads(*args, **kwargs)
@@ -241,4 +242,4 @@ def _is_copy(tensor: Tensor, original: Tensor) -> bool:
     return tensor.dtype != original.dtype and torch.equal(tensor, original.to(tensor.dtype))
 
 
-_INTERCEPTED = {*_FUSED, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS, torch.einsum}
+_INTERCEPTED = {*FUSED, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS, torch.einsum}

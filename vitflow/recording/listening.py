@@ -219,7 +219,7 @@ class Listening(Interception):
         if (gated := self.path[-1][0]) in self.modules.gated:
             raise ValueNormsError(
                 f"Value weighting requires values that are only projected after the attention: {gated} multiplies the "
-                "result of its attention by a gate."
+                "result of its attention by a gate, or normalises it."
             )
         (name, module), around = self.path[-1], self.path[-2] if len(self.path) > 1 else None
         shared = name in self.modules.joined and output_projection(module) is None

@@ -30,6 +30,7 @@ from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stack_of, str
 _ARRANGING = {"transpose", "permute", "reshape", "view", "flatten", "unflatten", "contiguous", "movedim", "swapaxes"}
 _ARRANGING |= {"squeeze", "unsqueeze", "clone", "to"}
 _MULTIPLYING = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"}
+_NORMS = {"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"}
 # The number of tokens of the text on which a language model runs.
 _LENGTH = 11
 
@@ -62,7 +63,7 @@ class Layers:
         order: each layer in the order of the pass: path, bits of its attentions, and of those that it reads.
         serial: modules that compute attention from their own attention.
         by_head: layers of which each image has several attentions, such as one for each head.
-        gated: modules that multiply the result of their attention by another tensor.
+        gated: modules that multiply the result of their attention by another tensor, or normalise it.
     """
 
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -195,7 +196,8 @@ class _Marks(Interception):
     def _follow_result(self, name: str, operands: Sequence[int], output: Any, attends: bool) -> None:
         """Follow the result of attention until a function computes something of it, which may be a product."""
         kept = attends or (name in _ARRANGING and operands and operands[0] in self._results)
-        if name in _MULTIPLYING and len(operands) > 1 and self.path and not self._results.isdisjoint(operands[:2]):
+        changes = name in _NORMS or (name in _MULTIPLYING and len(operands) > 1)
+        if changes and self.path and not self._results.isdisjoint(operands[:2]):
             self.gated.add(self.path[-1][0])
         for address in map(_address, tensors_in(output)):
             (self._results.add if kept else self._results.discard)(address)

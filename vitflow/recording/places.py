@@ -6,7 +6,7 @@ tokens are not in raster order.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,11 @@ from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_norms, block_paths
-from vitflow.models.calls import tensors_in, tokens_of, with_tokens
+from vitflow.models.calls import tensors_in
 from vitflow.recording.attention_kinds import refusal_of
-from vitflow.recording.between import blocks_of, find_passed
-from vitflow.recording.block_watch import BlockWatch
+from vitflow.recording.certificate import blocks_of, certify, set_passed
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import as_tokens
+from vitflow.recording.head import as_tokens, remember_blocks
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
@@ -39,7 +38,7 @@ from vitflow.recording.receptive_fields import (
     tiled_extent,
 )
 from vitflow.recording.trace import Trace
-from vitflow.recording.unseen import blocks_in_place, unseen_mixing, without_attention
+from vitflow.recording.without_attention import without_attention
 
 
 class AllInputsRecorded(Exception):
@@ -91,19 +90,19 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     refusal = refusal or layers_of_image(call).refusal(call.model, mixing)
     if refusal is not None or not whole or not trace.layers:
         return refusal
-    assert isinstance(trace.watch, BlockWatch)
-    return (
-        unseen_mixing(call, trace.layers, names)
-        or _place_layers(call, trace.layers, trace.names)
-        or find_passed(call, trace.layers, trace.names, trace.watch)
-    )
+    remember_blocks(call.model, blocks_of(call, trace.names))
+    trace.certificate = certify(call, trace.layers, names)
+    refusal = trace.certificate.refusal(call.model) or _place_layers(call, trace.layers, trace.names)
+    if refusal is None:
+        set_passed(call, trace.certificate, trace.layers)
+    return refusal
 
 
 def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | None) -> TokenLayout | None:
     """Return the layout that the model declares or its blocks have, or None, as methods without attention need none."""
     blocks = block_paths(call.model)
     of_features = next((features.shape[1] for features in trace.features.values() if features.ndim == 3), None)
-    of_blocks = None if trace.watch is None else trace.watch.num_tokens(blocks)
+    of_blocks = None if trace.watch is None else trace.watch.num_tokens
     for tokens in dict.fromkeys((of_features, of_blocks)):
         with suppress(UnsupportedModelError):
             layout = given or declared_layout(call, tokens)
@@ -207,11 +206,10 @@ def _measure(
 
     modules = ((path, call.model.get_submodule(path)) for path in sites)
     hooks = (Hook(module, partial(see, path), before=first) for path, module in modules for first in (True, False))
-    in_place = [path for path in blocks_in_place(call) if not any(site.startswith(f"{path}.") for site in sites)]
     with call.experiment(gradients=True):
         noise = call.noise(1).requires_grad_()
         # The model may reject noise.
-        with suppress(Exception), hooked(hooks), hooked(_passing(call, in_place)), without_attention(call):
+        with suppress(Exception), hooked(hooks), without_attention(call.model):
             call(noise.expand(images, -1, -1, -1))
         extents, overlapping = {}, False
         for layout, (path, each) in tokens.items():
@@ -227,26 +225,6 @@ def _measure(
             except Misplaced as error:
                 return {}, _refusal(call, path, layout, error)
     return extents, None
-
-
-def _passing(call: Call, blocks: Sequence[str]) -> Iterator[Hook]:
-    """Yield hooks by which the gradients of the outputs of blocks pass to the inputs unchanged."""
-    given: dict[str, list[Tensor]] = {}
-
-    def enter(path: str, *arguments: Any) -> None:
-        given[path] = list(tensors_in(arguments))
-        torch.set_grad_enabled(False)
-
-    def leave(path: str, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(True)
-        tokens = tokens_of(output)
-        source = next((each for each in given.pop(path) if tokens is not None and each.shape == tokens.shape), None)
-        return None if tokens is None or source is None else with_tokens(output, source + (tokens - source).detach())
-
-    for path in blocks:
-        module = call.model.get_submodule(path)
-        yield Hook(module, partial(enter, path), before=True)
-        yield Hook(module, partial(leave, path), before=False, first=True)
 
 
 def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> str:

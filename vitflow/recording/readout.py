@@ -101,7 +101,11 @@ def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> 
         after = token_norms(gradient, top.queries, top.order) if usable and gradient is not None else None
         if after is not None:
             return Measured([*zeros[:-1], after], pooled)
-    return Measured(norms, pooled, _refusal(graph, to_image, read))
+    refusal = _refusal(graph, to_image, read)
+    if refusal and (after := graph.gradient_at_residual(scores, torch.full_like(scores, scale))) is not None:
+        joined = token_norms(after, top.queries, top.order)
+        return Measured([*zeros[:-1], joined], pooled)
+    return Measured(norms, pooled, refusal)
 
 
 def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor) -> str:

@@ -13,7 +13,7 @@ from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
-from vitflow.recording.between import blocks_of
+from vitflow.recording.certificate import Certificate, blocks_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import HeadGraph, HeadWatch, layer_counts
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
@@ -53,6 +53,7 @@ class RecordedHead(RecordedLayers):
         names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
         read: maps the model's return value to the explained outputs.
         call: the recorded model call, repeatable on other pixels.
+        certificate: whether the model keeps the contract; None if that was not measured.
         watch: the watch of the pass, with the tokens that the head may read in the autograd graph.
     """
 
@@ -65,6 +66,7 @@ class RecordedHead(RecordedLayers):
     read: Read = logits_of
     call: Call | None = None
     watch: HeadWatch | None = None
+    certificate: Certificate | None = None
     known_layout: TokenLayout | None = None
     known_top: TokenLayout | None = None
     given_readout: Tensor | None = None

@@ -23,9 +23,8 @@ from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
 from vitflow.models.parts import ModelState, check_recordable, modules_of, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
-from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import known_blocks
+from vitflow.recording.head import HeadWatch, known_blocks
 from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
@@ -142,7 +141,7 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
-        self._cut, self._watch = tuple(cut), BlockWatch(self._model)
+        self._cut, self._watch = tuple(cut), HeadWatch(self._model)
         self._is_open, self._reads, self._lower_layers = False, False, lower_layers
 
     def __enter__(self) -> Trace:
@@ -202,7 +201,7 @@ class record_attention:
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
-            self._watch = BlockWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
+            self._watch = HeadWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
         yield from self._watch.hooks()
 
     def _watch_modules(self, state: ModelState) -> None:
@@ -258,7 +257,6 @@ class record_attention:
             first = features.transpose(0, 1)  # computed from the features, so that they have gradients
             replacement = first if isinstance(output, Tensor) else with_tokens(output, first)
         self.trace.features[path] = features
-        self.trace.calls_below[path] = len(self._watch.calls)
         return replacement
 
     def _keep_stream(self, path: str, args: Any, output: Any) -> None:

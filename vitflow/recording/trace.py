@@ -15,8 +15,7 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
-from vitflow.recording.between import find_moved
-from vitflow.recording.block_watch import BlockWatch
+from vitflow.recording.certificate import certify_features
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import HeadInput, is_bypassed, is_nonzero, layer_counts
 from vitflow.recording.isolation import checkpointing_error
@@ -39,7 +38,6 @@ class Trace(RecordedHead):
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
-        calls_below: the number of calls of blocks that began before each feature was returned.
         passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
             by module path; None for several runs.
         output: what the model returned.
@@ -48,12 +46,10 @@ class Trace(RecordedHead):
 
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
-    calls_below: dict[str, int] = field(default_factory=dict)
     passed: dict[str, Tensor | None] = field(default_factory=dict)
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int], int], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
-    _moved: list[tuple[str, int | None] | None] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
@@ -102,22 +98,13 @@ class Trace(RecordedHead):
         sides = zip(extent, grid, self.pixels.shape[-2:], strict=True)
         return None if all(span.is_even(count, length) for span, count, length in sides) else extent
 
-    def check_order(self, path: str | None = None) -> None:
-        """Raise UnsupportedModelError if tokens were reordered below a module, or changed anywhere without autograd."""
-        if not self._moved:
-            moved, call = None, self.call
-            if call is not None and isinstance(self.watch, BlockWatch) and not call.pixels.is_meta:
-                moved = find_moved(call, self.watch, self.known_layout)
-            self._moved.append(moved)
-        [moved] = self._moved
-        if moved is None or (path is None and moved[1] is not None):
+    def check_places(self, path: str) -> None:
+        """Raise UnsupportedModelError if the tokens of a module's output are not at their places."""
+        if self.call is None:
             return
-        reason, below = moved[0], moved[1] or 0
-        inside = self.watch is not None and any(
-            f"{path}.".startswith(f"{block}.") for block in self.watch.calls[:below]
-        )
-        # A module between blocks may be the one that changes the tokens.
-        if not inside and (path is None or self.calls_below.get(path, below) >= below):
+        certificate = self.certificate or certify_features(self.call, self.known_layout)
+        reason = None if certificate is None else certificate.refusal_of_features(self.model, path)
+        if reason is not None:
             raise UnsupportedModelError(reason)
 
     def forget_gradients(self) -> None:
