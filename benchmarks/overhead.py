@@ -4,6 +4,7 @@
     python -m benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
     python -m benchmarks.overhead --sampling 128 256 [--models …] [--repeats 3]
     python -m benchmarks.overhead --python [--repeats 100]
+    python -m benchmarks.overhead --by-hand [--skip-memory] [--models …] [--batch-sizes 1 8] [--repeats 15]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios, the last also in processor time: with OMP_NUM_THREADS=1 that
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +28,9 @@ import numpy as np
 import timm
 import torch
 
+from benchmarks import by_hand
 from vitflow import Explainer
-from vitflow.explaining.applying import make_maps, recording_options
+from vitflow.explaining.applying import make_maps, recording_options, starts_at_readout
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 
@@ -50,6 +53,17 @@ def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object)
     with torch.inference_mode(False), torch.no_grad():
         trace = explainer._run_recorded(pixels, explainer.outputs, reads=True, **recording_options([rollout], model))
         make_maps(rollout.method, rollout.options, explainer.targeted(trace, None))
+
+
+def with_gradients(model: torch.nn.Module, pixels: torch.Tensor, *, method: str) -> None:
+    """A class-specific map of the largest logit as an explainer computes it from its model input."""
+    [chosen] = choose_methods([method], {})
+    explainer, reads = explainer_of(model), starts_at_readout(chosen)
+    with torch.inference_mode(False), torch.enable_grad():
+        trace = explainer._run_recorded(pixels, explainer.outputs, reads=reads, **recording_options([chosen], model))
+        targeted = explainer.targeted(trace, trace.logits.argmax(dim=1))
+        targeted.backward()
+        make_maps(chosen.method, chosen.options, targeted)
 
 
 def refinement_share(name: str, batch: int, repeats: int) -> float:
@@ -140,7 +154,17 @@ def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
 
 
 # As published: heads averaged, nothing discarded. Default: as `vitflow explain` does it.
-WORK = {"plain": plain, "paper": partial(with_rollout, preset="paper"), "default": with_rollout}
+WORK: dict[str, by_hand.Work] = {
+    "plain": plain,
+    "paper": partial(with_rollout, preset="paper"),
+    "default": with_rollout,
+    "by hand": by_hand.rollout,
+    "forward and backward": by_hand.forward_and_backward,
+    "gae": partial(with_gradients, method="gae"),
+    "grad_cam": partial(with_gradients, method="grad_cam"),
+}
+if (peer := by_hand.peer_grad_cam()) is not None:
+    WORK["pytorch-grad-cam"] = peer
 
 
 def prepare(name: str, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -182,6 +206,16 @@ def peak_mib(name: str, batch: int, what: str) -> float:
     return float(done.stdout)
 
 
+def print_by_hand(names: Sequence[str], batches: Sequence[int], repeats: int, with_memory: bool) -> None:
+    print("| model, batch | what | ms | of the plain pass | of the script | peak MiB | of the plain pass |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for name in names:
+        for batch in batches:
+            seconds = by_hand.seconds_of(WORK, *prepare(name, batch), repeats)
+            peaks = {what: peak_mib(name, batch, what) for what in WORK} if with_memory else {}
+            by_hand.print_rows(f"{name}, {batch}", seconds, peaks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
@@ -194,6 +228,8 @@ def main() -> None:
         "--sampling", nargs="+", type=int, metavar="MASKS", help="print what sampling costs in forward passes alone"
     )
     parser.add_argument("--python", action="store_true", help="print what a recording costs by itself alone")
+    parser.add_argument("--by-hand", action="store_true", help="print rollout by hand and several methods, in turn")
+    parser.add_argument("--skip-memory", action="store_true", help="with --by-hand, do not measure memory")
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
@@ -226,6 +262,9 @@ def main() -> None:
                 print(reported, flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
+    if given.by_hand:
+        print_by_hand(given.models, given.batch_sizes, given.repeats, not given.skip_memory)
+        return
     print(
         "| model | batch | plain, images/s | with rollout, images/s | time × | median × | CPU × | peak MiB | memory × |"
     )
