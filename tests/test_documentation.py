@@ -106,7 +106,8 @@ def desk(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     images = sample_images()
     (tmp_path / "photographs").mkdir()
-    for name, image in zip(("cat.jpg", "photo.jpg", "photographs/1.jpg", "photographs/2.jpg"), images, strict=False):
+    names = ("cat.jpg", "photo.jpg", "drawn.png", "photographs/1.jpg", "photographs/2.jpg")
+    for name, image in zip(names, images, strict=False):
         Image.open(image).convert("RGB").save(name)
     writer = cv2.VideoWriter("clip.mp4", cv2.VideoWriter.fourcc(*"mp4v"), 8.0, (64, 48))
     for shade in range(16):
@@ -264,6 +265,7 @@ def test_a_command_line_of_a_page_is_understood(words, desk):
             path.mkdir(exist_ok=True)
         elif path.suffix in (".pth", ".json"):
             path.touch()
+    arguments = [name for word in arguments for name in (sorted(map(str, desk.glob(word))) if "*" in word else [word])]
     with cli.commands[arguments[0]].make_context(arguments[0], arguments[1:]) as context:
         names = [context.params.get("method"), *(context.params.get("method_names") or ())]
     for name in filter(None, names):
