@@ -255,6 +255,20 @@ def test_a_statistic_that_scales_tokens_is_no_mixing():
     assert trace.refusal is None
 
 
+def test_a_convolution_behind_its_own_padding_reaches_neighbours():
+    def convolved(x: Tensor) -> Tensor:
+        grid = F.pad(x.mT.unflatten(2, (16, 16)), (2, 2, 2, 2))
+        return x + F.conv2d(grid, torch.ones(x.shape[-1], 1, 5, 5) / 25, groups=x.shape[-1]).flatten(2).mT
+
+    model, restore = planted("staged", convolved)
+    try:
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 64, 64))
+    finally:
+        restore()
+    assert trace.refusal is None
+
+
 @pytest.mark.parametrize("layout", [TokenLayout(1, 14, 14), TokenLayout(0, 7, 9), TokenLayout(5, 3, 3, 20)])
 def test_codes_differ_and_none_contains_another(layout):
     random = torch.Generator().manual_seed(0)

@@ -253,7 +253,7 @@ class CodedRun(FollowedRun):
         operands = list(tensors_in([args, kwargs]))
         for stack in self._stacks.values():
             if (more := reach_of(name, args, kwargs, stack.layout)) is not None:
-                stack.widen(more, merged=is_coarser(output, operands[0]), finer=is_finer(name))
+                stack.widen(more, merged=is_coarser(output, operands[0], stack.layout), finer=is_finer(name))
         statistics = [each for each in operands if getattr(each, "_statistic", False)]
         if _is_statistic(name, args, kwargs):
             return self._frozen(output)

@@ -54,10 +54,10 @@ def is_finer(name: str) -> bool:
     return name in ("conv_transpose2d", "fold", "interpolate", "upsample", "pixel_shuffle")
 
 
-def is_coarser(output: Any, source: Any) -> bool:
-    """Return True if a feature map is coarser than the one that it is computed from."""
+def is_coarser(output: Any, source: Any, layout: TokenLayout) -> bool:
+    """Return True if a feature map is coarser than a layout and than what it is computed from, which may be padded."""
     both = isinstance(output, Tensor) and isinstance(source, Tensor) and output.ndim == source.ndim == 4
-    return both and output.shape[-2:].numel() < source.shape[-2:].numel()
+    return both and output.shape[-2:].numel() < min(source.shape[-2:].numel(), layout.num_patches)
 
 
 def _sides(size: Any) -> Sequence[int]:
