@@ -6,7 +6,6 @@ import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -420,12 +419,6 @@ def test_mixing_next_to_attention_that_is_seen_is_detected():
     assert "MixedMlp (blocks.1)" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
-def test_tokens_in_another_order_are_no_unseen_attention():
-    model = build()
-    model.norm_pre = small.Custom(lambda _, x: x[:, [0, *range(2, 17), 1]])
-    assert "tokens are in another order" in run(model, torch.randn(1, 3, 32, 32)).refusal
-
-
 @pytest.mark.parametrize("token", [0, 1, 2, 3, -1])
 @pytest.mark.parametrize("part", ["norm1", "attn"])
 def test_a_token_that_is_replaced_for_attention_alone_is_refused(token, part):
@@ -441,28 +434,19 @@ def test_a_token_that_is_replaced_for_attention_alone_is_refused(token, part):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_probe_holds_in_every_precision(dtype):
+def test_the_contract_is_checked_in_every_precision(dtype):
     pixels = torch.randn(1, 3, 32, 32, dtype=dtype)
     assert run(build().to(dtype), pixels).refusal is None
     assert "Custom (blocks.2.attn)" in run(with_custom(by_hand).to(dtype), pixels).refusal
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in timm, with torch before 2.11
-def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
+def test_attention_by_hand_is_noticed_behind_a_small_scale():
     model = build(init_values=1e-5)
     model.blocks[2].attn = Custom(model.blocks[2].attn, UNSEEN["log_softmax"])
     assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
-    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
-    swin.set_input_size(img_size=(56, 56))
-    pixels = torch.randn(1, 3, 56, 56)
-    assert run(swin, pixels).refusal is None
-
-    block = swin.layers[0].blocks[1]
-    block.mlp = MixedMlp(block.mlp, lambda x: by_hand(x / 9, x / 9, x))
-    assert "MixedMlp (layers.0.blocks.1.mlp)" in run(swin, pixels).refusal
 
 
-def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
+def test_checking_leaves_a_model_in_training_mode_as_it_was():
     model, pixels = with_custom(by_hand).train(), torch.randn(2, 3, 32, 32)
     model.norm_pre = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
     model.blocks[0].norm1 = MixedMlp(nn.Identity(), lambda x: norm(x.mT).mT)
@@ -483,7 +467,7 @@ def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
     torch.testing.assert_close(norm.running_mean, twin.batch_norm.running_mean)
 
 
-def test_threads_that_probe_one_model_get_the_same():
+def test_threads_that_check_one_model_get_the_same():
     good, bad, pixels = build(), with_custom(by_hand), torch.randn(8, 3, 32, 32)
     wanted = [run(build(), image[None]).fused() for image in pixels]
     with ThreadPoolExecutor(8) as pool:
@@ -494,7 +478,7 @@ def test_threads_that_probe_one_model_get_the_same():
         assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
 
 
-def test_a_model_without_values_is_not_probed():
+def test_a_model_without_values_is_not_checked():
     with torch.device("meta"):
         model = with_custom(by_hand)
     assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
@@ -510,14 +494,3 @@ def test_the_difference_of_two_attentions_in_transformers_is_refused(implementat
     with pytest.raises(UnsupportedModelError, match="DiffLlama.*Attention .* difference of two attention matrices"):
         with torch.no_grad(), record_attention(model):
             model(input_ids=torch.arange(5)[None])
-
-
-def test_a_model_that_fails_on_a_few_tokens_is_explained_without_a_warning():
-    """Blocks with windows refuse the few tokens that an observation gives them first."""
-    options = {"img_size": 56, "patch_size": 4, "window_size": 7, "embed_dim": 8, "num_heads": (1, 2), "depths": (2, 2)}
-    model = timm.models.SwinTransformer(num_classes=3, **options).eval()
-    config = {"input_size": (3, 56, 56), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Explainer(model, data_config=config).explain(np.zeros((56, 56, 3), np.uint8))
-    assert not caught
