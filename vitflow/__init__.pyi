@@ -13,6 +13,7 @@ from .analysis.layers import layer_maps as layer_maps
 from .errors import VitflowError as VitflowError
 from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
+from .explaining.checking import check as check
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
 from .explaining.image_model import similarity_to as similarity_to

@@ -141,14 +141,8 @@ text_method_option = partial(click.option, "--method", panel="Method", type=clic
 #: Options of methods for texts.
 text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
-#: Options for the model and its device.
-model_options = together(
-    option(
-        "Model",
-        "--model",
-        "ID|demo|PATH",
-        f"Model id, folder, weights file, or demo (bundled; knows drawn shapes only).  [default: {DEFAULT_MODEL}]",
-    ),
+#: Options for loading a model, and its device.
+loading_options = together(
     option("Model", "--checkpoint", FILE, "Weights for the model: safetensors or a torch file."),
     option("Model", "--class-names", FILE, "File with class names: one per line, or JSON."),
     option("Model", "--device", "cpu|cuda|cuda:1|…", "Device to run on.  [default: a GPU if available]"),
@@ -163,6 +157,16 @@ model_options = together(
         "JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
     ),
     option("Model details", "--dtype", DTYPES, "Floating-point precision.  [default: the model's]"),
+)
+#: Options for the model and its device.
+model_options = together(
+    option(
+        "Model",
+        "--model",
+        "ID|demo|PATH",
+        f"Model id, folder, weights file, or demo (bundled; knows drawn shapes only).  [default: {DEFAULT_MODEL}]",
+    ),
+    loading_options,
 )
 
 #: Options that explain other outputs than classes.

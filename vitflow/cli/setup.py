@@ -157,6 +157,7 @@ def _checks() -> Iterator[tuple[str, str]]:
 
     yield "device", device_in_words(default_device())
     yield "demo model", _runs()
+    yield "other models", "not checked here: vitflow check MODEL"
     yield "Hugging Face hub", _hub()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -37,6 +38,19 @@ CLAUSES = {
 }
 
 
+class Refusal(str):
+    """Sentence with the reason why rollout does not apply to a model, and the clause that it breaks."""
+
+    clause: int
+
+    def __new__(cls, sentence: str, clause: int) -> Self:
+        """Return the sentence, which names the clause."""
+        named = f"clause {clause} of vitflow check"
+        refusal = super().__new__(cls, sentence if named in sentence else f"{sentence} ({named.capitalize()}.)")
+        refusal.clause = clause
+        return refusal
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Certificate:
     """Result of the runs on noise.
@@ -57,11 +71,11 @@ class Certificate:
     unchecked: tuple[str, ...] = ()
     error: str = ""
 
-    def refusal(self, model: nn.Module) -> str | None:
+    def refusal(self, model: nn.Module) -> Refusal | None:
         """Return why a product of layers would be wrong, or None."""
         return None if not self.faults else _sentence(model, self.faults[0], "a product of layers would be wrong")
 
-    def refusal_of_features(self, model: nn.Module, path: str) -> str | None:
+    def refusal_of_features(self, model: nn.Module, path: str) -> Refusal | None:
         """Return why the output of a module does not have its tokens at their places, or None."""
         fault = next((each for each in self.faults if each.moves), None)
         if fault is None or path in fault.below:
@@ -69,10 +83,11 @@ class Certificate:
         return _sentence(model, fault, f"the tokens of {path} are not at their places")
 
 
-def _sentence(model: nn.Module, fault: Fault, effect: str) -> str:
+def _sentence(model: nn.Module, fault: Fault, effect: str) -> Refusal:
     kind = type(model.get_submodule(fault.path)).__name__
     where = f"{kind} ({fault.path}) in {type(model).__name__}" if fault.path else kind
-    return f"{where} {fault.what}, so {effect} (clause {fault.clause} of vitflow check). {OTHER_METHODS}"
+    words = f"{where} {fault.what}, so {effect} (clause {fault.clause} of vitflow check). {OTHER_METHODS}"
+    return Refusal(words, fault.clause)
 
 
 def certify(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], *, exact: bool = False) -> Certificate:
@@ -85,6 +100,7 @@ def certify(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], 
             of halves.
     """
     located = {layer.name: layer.located for layer in layers if layer.located is not None}
+    names = [name for name in names if name in located]
     key = (certify, *names, call.size)
     known: Certificate | None = call.cache.get(key)
     if known is None or (exact and known.scheme != "codes"):
@@ -95,7 +111,7 @@ def certify(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], 
 def certify_features(call: Call, layout: TokenLayout | None) -> Certificate | None:
     """Return the certificate of a model whose attention was not recorded; None if it has none that can be located."""
 
-    def measured() -> Certificate | None:
+    def surveyed() -> tuple[list[AttentionLayer], list[str]]:
         survey = _Survey(call.model)
         with suppress(Exception), call.experiment(survey.hooks()), survey:
             call(call.noise(1))
@@ -105,10 +121,11 @@ def certify_features(call: Call, layout: TokenLayout | None) -> Certificate | No
         with suppress(UnsupportedModelError):
             one = replace(call, args=(call.noise(1),), kwargs={}, pixels=call.noise(1))
             located, _ = find_tokens(one, layers, layout) if layers else ([], None)
-            return certify(call, located, names) if located else None
-        return None
+            return located, names
+        return [], []
 
-    return call.cached((certify_features, call.size, layout), measured)
+    located, names = call.cached((certify_features, call.size, layout), surveyed)
+    return certify(call, located, names) if located else None
 
 
 class _Survey(WithoutAttention):
@@ -145,7 +162,6 @@ def set_passed(call: Call, certificate: Certificate, layers: Sequence[AttentionL
 def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str], exact: bool) -> Certificate:
     if call.pixels.is_meta or not located:
         return Certificate("", error="nothing to run")
-    names = [name for name in names if name in located]
     blocks = dict(zip(names, blocks_of(call, names), strict=True))
     rough = any("quantized" in type(module).__module__ for module in modules_of(call.model))
     layouts = {layout for each in located.values() for layout in (each.queries, each.keys)}

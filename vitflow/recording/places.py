@@ -22,7 +22,7 @@ from vitflow.models.anatomy import possible_layouts
 from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in
 from vitflow.recording.attention_kinds import refusal_of
-from vitflow.recording.certificate import blocks_of, certify, set_passed
+from vitflow.recording.certificate import Refusal, blocks_of, certify, set_passed
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import as_tokens, remember_blocks
 from vitflow.recording.isolation import Hook, hooked
@@ -87,15 +87,20 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     trace.layers, refusal = find_tokens(call, layers, given)
     within = {layer.name for layer in layers} - {layer.name for layer in trace.layers}
     mixing = [name for name in trace.names if name not in within]
-    refusal = refusal or layers_of_image(call).refusal(call.model, mixing)
-    if refusal is not None or not whole or not trace.layers:
-        return refusal
+    if refusal is not None:
+        return Refusal(refusal, 3)
+    if (refusal := layers_of_image(call).refusal(call.model, mixing)) is not None:
+        return Refusal(refusal, 2)
+    if not whole or not trace.layers:
+        return None
     remember_blocks(call.model, blocks_of(call, trace.names))
     trace.certificate = certify(call, trace.layers, names)
-    refusal = trace.certificate.refusal(call.model) or _place_layers(call, trace.layers, trace.names)
-    if refusal is None:
-        set_passed(call, trace.certificate, trace.layers)
-    return refusal
+    if (refusal := trace.certificate.refusal(call.model)) is not None:
+        return refusal
+    if (refusal := _place_layers(call, trace.layers, trace.names)) is not None:
+        return Refusal(refusal, 4)
+    set_passed(call, trace.certificate, trace.layers)
+    return None
 
 
 def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | None) -> TokenLayout | None:
