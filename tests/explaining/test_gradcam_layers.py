@@ -112,3 +112,42 @@ def test_captum_reads_the_same_layer():
 def test_other_models_keep_their_layer():
     saliency = Explainer(timm.create_model("test_vit", num_classes=5).eval()).explain(IMAGES[0], method="gradcam")
     assert "cam_layer" not in saliency.facts
+
+
+class _Renamed(nn.Module):
+    """A block of a lesson, with norms of other names than a library's."""
+
+    def __init__(self, block: nn.Module, *names: str) -> None:
+        super().__init__()
+        self.names, self.attend, self.mix = names, block.attn, block.mlp
+        for name, norm in zip(names, (block.norm1, block.norm2), strict=True):
+            setattr(self, name, norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, after = (getattr(self, name) for name in self.names)
+        x = x + self.attend(before(x))
+        return x + self.mix(after(x))
+
+
+@pytest.mark.parametrize("names", [("layer_norm_1", "layer_norm_2"), ("attention_norm", "ffn_norm"), ("pre", "post")])
+@pytest.mark.parametrize("holder", [nn.Sequential, nn.ModuleList])
+def test_norms_with_other_names_are_read_as_those_of_libraries(names, holder):
+    vit = custom_model(global_pool="avg")
+
+    def compute(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = model.vit._pos_embed(model.vit.patch_embed(x))
+        for layer in model.encoder:
+            x = layer(x)
+        return model.vit.forward_head(model.vit.norm(x))
+
+    blocks = [_Renamed(block, *names) for block in vit.blocks]
+    layers = nn.Sequential(*blocks) if holder is nn.Sequential else nn.ModuleList(blocks)
+    expected = explainer_of(vit).explain(IMAGES[0], method="gradcam", target=2)
+    parts = nn.Module()
+    for name in ("patch_embed", "_pos_embed", "norm", "forward_head"):
+        setattr(parts, name, getattr(vit, name))
+    actual = explainer_of(Custom(compute, vit=parts, encoder=layers).eval()).explain(
+        IMAGES[0], method="gradcam", target=2
+    )
+    np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-4, atol=1e-6)
+    assert actual.grid.any()

@@ -61,7 +61,7 @@ def block_norms(model: nn.Module) -> list[str]:
     """Return the paths of the modules whose outputs Grad-CAM can use, first layer first.
 
     They are the first norms of the blocks if all blocks have the same tokens or the model has a class token; otherwise
-    the stages in timm's `feature_info`, or the convolutions.
+    the stages in timm's `feature_info`; the first layer norms of the elements of lists; or the convolutions.
     """
     transformer: Any = transformer_of(model)
     root, stacks, stages = _root(model), _stacks(model), _stages(model)
@@ -74,7 +74,7 @@ def block_norms(model: nn.Module) -> list[str]:
     modules = dict(transformer.named_modules())
     if not paths and (class_tokens(transformer) or not stages):
         paths = [root + path for path in modules if path.split(".")[-1] == "norm1"]
-    paths = paths or [root + path for path, _ in stages]
+    paths = paths or [root + path for path, _ in stages] or _listed_norms(model)
     return paths or [root + path for path, module in modules.items() if isinstance(module, nn.Conv2d)]
 
 
@@ -87,6 +87,29 @@ def _first_norms(blocks: nn.Module) -> list[str]:
         if known or norms:
             paths.append(f"{name}.{(known or norms)[0]}")
     return paths
+
+
+def _listed_norms(model: nn.Module) -> list[str]:
+    """Return the first layer norm of each element of the outermost lists of modules of one class with layer norms.
+
+    Lists of lists are left out: an inner list is not a module that runs, so that its residuals are outside of it.
+    """
+    lists: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(each) for each in module}) == 1
+        if not alike or len(module) < 2 or any(f"{path}.".startswith(f"{outer}.") for outer in lists):
+            continue
+        norms = {f"{path}.{name}.": _first_layer_norm(block) for name, block in module.named_children()}
+        if isinstance(module[0], nn.ModuleList):
+            lists[path] = []
+        elif all(norms.values()):
+            lists[path] = [f"{block}{norm}" for block, norm in norms.items()]
+    return [norm for norms in lists.values() for norm in norms]
+
+
+def _first_layer_norm(block: nn.Module) -> str | None:
+    kinds = ((path, type(module).__name__.lower()) for path, module in block.named_modules())
+    return next((path for path, kind in kinds if path and ("layernorm" in kind or "rmsnorm" in kind)), None)
 
 
 def _stages(model: nn.Module) -> list[tuple[str, int]]:
@@ -105,8 +128,8 @@ def block_norm(model: nn.Module, layer: int) -> str:
     paths = block_norms(model)
     if not paths:
         raise UnsupportedModelError(
-            f"Grad-CAM requires transformer blocks with norms, stages or convolutions, and {type(model).__name__} has "
-            "none. Use input_gradient or occlusion."
+            "Grad-CAM requires transformer blocks that are modules with norms, stages or convolutions, and "
+            f"{type(model).__name__} has none. Use input_gradient or occlusion."
         )
     return paths[check_layer("layer", layer, len(paths))]
 
