@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 from PIL import Image
@@ -75,8 +76,12 @@ def test_a_model_without_class_names_reports_indices(here, images, tmp_path):
     torch.nn.init.constant_(model.head.bias[1], 20)
     torch.save(model.state_dict(), tmp_path / "mine.pth")
     mine = ("--model", "vit_tiny_patch16_224", "--checkpoint", tmp_path / "mine.pth")
-    code, _, err = here("explain", images[0], *mine, "--class", 2, "-o", tmp_path / "map.png")
-    assert code == 0 and ": class 2, <0.1%; predicted: class 1\n" in err
+    folder = tmp_path / "run"
+    folder.mkdir()
+    safetensors.torch.save_model(model, folder / "model.safetensors")
+    for given in (mine, (*mine[:-1], folder)):
+        code, _, err = here("explain", images[0], *given, "--class", 2, "-o", tmp_path / "map.png")
+        assert code == 0 and ": class 2, <0.1%; predicted: class 1\n" in err
 
 
 def test_several_classes_make_a_strip_of_one_map_each(here, images):

@@ -76,3 +76,11 @@ def test_grey_images_and_transforms_that_keep_the_size():
 def test_other_steps_are_refused_by_name(steps, words):
     with pytest.raises(OptionError, match=words):
         read_input_spec(MODEL, transforms.Compose(steps))
+
+
+@pytest.mark.parametrize("holder", [nn.ModuleList, lambda stems: nn.ModuleDict(dict(zip("ab", stems, strict=True)))])
+def test_patch_embeddings_of_groups_of_channels_do_not_declare_the_channels_of_the_input(holder):
+    model = nn.Module()
+    model.patch_embed = holder([nn.Conv2d(4, 8, 8, 8), nn.Conv2d(6, 8, 8, 8)])
+    given = {"input_size": (10, 32, 32), "mean": (0.5,) * 10, "std": (0.5,) * 10}
+    assert read_input_spec(model, given).channels == 10

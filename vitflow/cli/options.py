@@ -33,8 +33,9 @@ PANELS = (
     *("Video", "Model details", "Measurement details"),
 )
 
-#: An existing file, an output file, and an existing and an output folder.
+#: An existing file, an output file, an existing file or folder, and an existing and an output folder.
 FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
+PATH = click.Path(exists=True, path_type=Path)
 FOLDER, NEW_FOLDER = (click.Path(exists=there, file_okay=False, path_type=Path) for there in (True, False))
 
 
@@ -143,7 +144,7 @@ text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
 #: Options for loading a model, and its device.
 loading_options = together(
-    option("Model", "--checkpoint", FILE, "Weights for the model: safetensors or a torch file."),
+    option("Model", "--checkpoint", PATH, "Weights for the model: safetensors, a torch file or a folder of a run."),
     option("Model", "--class-names", FILE, "File with class names: one per line, or JSON."),
     option("Model", "--device", "cpu|cuda|cuda:1|…", "Device to run on.  [default: a GPU if available]"),
     option("Model", "--fit", FITS, "How to fit images to it; native keeps aspect ratio and size.", default="crop"),

@@ -213,7 +213,7 @@ def _hub() -> str:
     multiple=True,
     default=(shared.DEFAULT_MODEL, "demo"),
 )
-@shared.option("Model", "--checkpoint", shared.FILE, "Weights for the first --model: safetensors or a torch file.")
+@shared.option("Model", "--checkpoint", shared.PATH, "Weights for the first --model: a file or a folder of a run.")
 @shared.option("Model", "--class-names", shared.FILE, "File with its class names: one per line, or JSON.")
 @shared.option("Model", "--prompt prompts", "TEXT", "Initial prompt of an image-text model; repeatable.", multiple=True)
 @shared.option("Server", "--host", "ADDRESS", "Address to listen on; 0.0.0.0: other machines too.", default="127.0.0.1")

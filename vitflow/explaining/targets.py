@@ -134,7 +134,10 @@ def resolve_targets(
     requested: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
     if probabilities is None:
         if any(target is not None for target in requested):
-            raise OptionError(f"This model has no classes; got target {requested[0]!r}.")
+            raise OptionError(
+                f"This model has no classes [batch, classes]; got target {requested[0]!r}. Leave it out, or pass a "
+                "function in Python: outputs=lambda output: output[:, 1].mean((1, 2)) for class 1 of a segmentation."
+            )
         return [None]
     batch, count = probabilities.shape
     indices: list[Tensor | None] = []
