@@ -151,12 +151,7 @@ loading_options = together(
     option("Model details", "--num-classes", 1, "Number of classes to build the model with."),
     option("Model details", "--global-pool", "NAME", "Pooling of the checkpoint, such as avg or token, as in timm."),
     name_option,
-    option(
-        "Model details",
-        "--data-config",
-        FILE,
-        "JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
-    ),
+    option("Model details", "--data-config", FILE, "JSON file with input_size, mean and std, if the model has none."),
     option("Model details", "--dtype", DTYPES, "Floating-point precision.  [default: the model's]"),
 )
 #: Options for the model and its device.
