@@ -373,3 +373,13 @@ def test_gated_attention_is_not_weighted_by_its_values():
     np.testing.assert_array_equal(actual[0].grid, plain[0].grid)
     with pytest.raises(ValueNormsError, match="gate"):
         explainer.explain_batch(image, method="gae", target=1, value_weighted=True)
+
+
+def test_plain_projections_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compared = model_of(), list[int]()
+    monkeypatch.setattr(projections.Projection, "_compare", lambda *given: compared.append(1))
+    for hooked in (False, True):
+        with record_attention(model, fusions=[("mean", True)]), torch.no_grad():
+            model(pixels())
+        assert bool(compared) == hooked
+        model.blocks[0].attn.proj.register_forward_hook(lambda module, given, output: output)

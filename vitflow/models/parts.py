@@ -1,7 +1,7 @@
 """The modules of a model: wrappers, parts of language models, refusals, and a cache for modules and weights."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, NoneType
 from typing import Any, TypeVar
@@ -264,6 +264,11 @@ def _captured(function: Any) -> tuple[Any, ...]:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+def configured(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that have a configuration, as those of transformers."""
+    return [module for module in modules if "config" in module.__dict__]
+
+
 def hidden_attention(module: nn.Module) -> str:
     """Return the attention implementation of a module of transformers if it cannot be recorded; else an empty string.
 
@@ -277,7 +282,7 @@ def hidden_attention(module: nn.Module) -> str:
 def check_recordable(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Check that no module of a model is scripted, and that the attention of a transformers model can be recorded."""
     _refuse_scripted(model, modules)
-    for module in modules:
+    for module in configured(modules):
         if implementation := hidden_attention(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses the attention implementation {implementation!r}, which cannot be "

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.models.parts import hidden_attention, modules_of
+from vitflow.models.parts import configured, hidden_attention, modules_of
 
 # Settings of timm and transformers for gradient checkpointing, and the calls that switch it off.
 _CHECKPOINTING = (
@@ -221,7 +221,7 @@ def recordable_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     The implementation of each configuration is restored. Models that cannot be switched stay as they are.
     """
-    hidden = [module for module in modules if hidden_attention(module)]
+    hidden = [module for module in configured(modules) if hidden_attention(module)]
     configs = _configs_of([module.config for module in hidden])
     before = [{name: value for name, value in each.items() if "attn_implementation" in name} for each in configs]
     try:

@@ -1,13 +1,13 @@
 """The output projection of a running attention module: the linear map that it computes, not only the weight it stores.
 
-Adapters, hooks, quantisation and parametrizations change what a projection computes. Each call by the model is compared
-with the stored weight, by one product with a vector. Only if they differ is the map measured, by running the projection
-on unit vectors.
+Adapters, hooks, quantisation and parametrizations change what a projection computes. Unless it is a plain layer of
+torch, each call by the model is compared with the stored weight, by one product with a vector. Only if they differ is
+the map measured, by running the projection on unit vectors.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import NoneType
 from typing import Any
 from weakref import WeakSet
@@ -72,16 +72,18 @@ class Projection:
         self._measured: Tensor | None = None
         self._rows: Tensor | None = None  # the latest input
         self._is_linear = True
-        self._hooks = [Hook(projection, self._enter, before=True, first=True)]
-        self._hooks.append(Hook(projection, self._leave, before=False))
+        self._hooks: list[Hook] = []
         self._returned: Tensor | None = None
         self._reads_returned = has_other_forward(module) and not self.outside
+        if shared or self._reads_returned or not self.is_product:  # otherwise there is nothing to compare
+            self._hooks.append(Hook(projection, self._enter, before=True, first=True))
+            self._hooks.append(Hook(projection, self._leave, before=False))
         self._projected: list[Tensor] = []
         self._is_sum, self.outside = False, self.outside or shared
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._hooks.append(Hook(module, self._keep_returned, before=False, first=True))
 
-    @property
+    @cached_property
     def is_product(self) -> bool:
         """True if the projection can only multiply by its weight, so that its map is known before it runs."""
         attributes, forward = vars(self._module), type(self._module).forward

@@ -226,7 +226,7 @@ class record_attention:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not name:
             args, kwargs = self._begin(args, kwargs)
-        if name in self._watched:
+        if name in self._watched and name not in self._listening.left_out:
             self._listening.begin()
         self._listening.path.append((name, module))
         if self._reads:
@@ -234,7 +234,8 @@ class record_attention:
         return (args, kwargs) if not name else None
 
     def _leave(self, name: str, args: Any, output: Any) -> Any:
-        if self._listening.leave(name) and name in self._watched:
+        left = self._listening.leave(name)
+        if left and name in self._watched and name not in self._listening.left_out:
             self._listening.end()
         if output is None:  # an exception was raised
             return None
