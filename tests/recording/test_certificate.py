@@ -269,6 +269,25 @@ def test_a_convolution_behind_its_own_padding_reaches_neighbours():
     assert trace.refusal is None
 
 
+def test_tokens_that_fade_to_rounding_are_reported_as_unchecked():
+    model, restore = planted("convolutional", lambda x: 1e-9 * x + 1)
+    try:
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 64, 64))
+    finally:
+        restore()
+    assert trace.refusal is None and trace.certificate.unchecked == ("stages.1",)
+
+
+def test_products_with_transposed_attention_are_viewed_as_a_grid():
+    torch.manual_seed(0)
+    sizes = {"embed_dim": (32, 48), "depth": (1, 1), "num_heads": (2, 3), "key_dim": 8, "num_classes": 5}
+    model = timm.models.levit.Levit(img_size=64, use_conv=True, **sizes).eval()
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 64, 64))
+    assert trace.refusal is None and trace.certificate.scheme and not trace.certificate.error
+
+
 @pytest.mark.parametrize("layout", [TokenLayout(1, 14, 14), TokenLayout(0, 7, 9), TokenLayout(5, 3, 3, 20)])
 def test_codes_differ_and_none_contains_another(layout):
     random = torch.Generator().manual_seed(0)

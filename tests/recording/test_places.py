@@ -202,6 +202,17 @@ def test_stages_cover_the_cells_that_they_were_merged_from(size, patch):
     assert (carry(weights, top, fine) - literal.flatten()).abs().max() < 1e-6
 
 
+def test_attention_that_blocks_return_is_not_a_grid():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"image_size": 64, "patch_size": 4, "window_size": 4, "embed_dim": 24, "depths": [1, 1, 1]}
+    config = transformers.SwinConfig(**sizes, num_heads=[2, 2, 4])
+    config._attn_implementation = "eager"  # the last stage returns [1, heads, 16, 16]
+    model = transformers.SwinForImageClassification(config).eval()
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 64, 64))
+    assert trace.refusal is None
+
+
 def test_a_feature_map_whose_channels_fit_as_a_side_has_the_grid_of_its_tokens():
     """The first stage is [batch, 16, 16, 12 channels], which could be 16 × 12 patches of 16 channels."""
     torch.manual_seed(0)

@@ -158,7 +158,7 @@ class Interception(Listener, TorchFunctionMode):
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
                 replacement = self.on_attention(Attention(precise, values, not itself, key, visible))
-                return replacement.mT if transposed and replacement is not None else replacement
+                return replacement.mT.contiguous() if transposed and replacement is not None else replacement
         return None
 
     def _visible(self, scores: Tensor) -> Tensor | None:

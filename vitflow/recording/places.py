@@ -200,18 +200,23 @@ def _measure(
     tokens: dict[TokenLayout, tuple[str, Tensor]] = {}
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
 
-    def see(path: str, *given: Any) -> None:
-        for value in filter(torch.is_floating_point, tensors_in(given)):
-            for layout in sites[path] if value.ndim == 3 else every:
-                if layout not in tokens and (fitting := as_tokens(value, layout, images)) is not None:
-                    fitting = fitting[0].clone()  # the model may change it in place
-                    if fitting.requires_grad:
-                        tokens[layout] = path, fitting
+    def see(path: str, enters: bool, *given: Any) -> None:
+        for value in filter(torch.is_floating_point, tensors_in(given if enters else given[-1])):
+            fitting = {each: found for each in every if (found := as_tokens(value, each, images)) is not None}
+            for layout in fitting.keys() - tokens.keys():
+                if value.ndim != 3 or layout in sites[path]:
+                    copied = fitting[layout][0].clone()  # the model may change it in place
+                    if copied.requires_grad:
+                        tokens[layout] = path, copied
+            if fitting:  # further tensors may be attention
+                break
         if len(tokens) == len(every):
             raise AllInputsRecorded
 
     modules = ((path, call.model.get_submodule(path)) for path in sites)
-    hooks = (Hook(module, partial(see, path), before=first) for path, module in modules for first in (True, False))
+    hooks = (
+        Hook(module, partial(see, path, first), before=first) for path, module in modules for first in (True, False)
+    )
     with call.experiment(gradients=True):
         noise = call.noise(1).requires_grad_()
         # The model may reject noise.
