@@ -296,3 +296,16 @@ def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
         db.execute("DELETE FROM rows WHERE position > 2")
         db.commit()
     assert "0.jpg" in report_run(summary.output).read_text()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_long_class_leaves_the_probability_in_sight(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.evaluate(
+        "for (const label of document.querySelectorAll('.shared > :first-child')) label.textContent = 'w '.repeat(99)"
+    )
+    for shared in page.locator(".shared").all():
+        box, number = shared.bounding_box(), shared.locator("> :last-child")
+        inner = number.bounding_box()
+        assert number.text_content().endswith("%") and inner["x"] >= box["x"]
+        assert inner["x"] + inner["width"] <= min(box["x"] + box["width"] + 1, width)

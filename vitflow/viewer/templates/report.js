@@ -45,7 +45,8 @@ function makeCard(image) {
   inner.append(image.canvas); frame.append(inner);
   const name = document.createElement("span"), label = document.createElement("span");
   name.className = "name"; name.textContent = image.name;
-  label.className = "class"; label.textContent = [labelOf(image), percent(image.probability)].filter(Boolean).join(" · ");
+  label.className = "class shared";
+  label.append(...[labelOf(image), percent(image.probability)].map((textContent) => Object.assign(document.createElement("span"), { textContent })));
   card.append(frame, name, label);
   if ("truth" in image) card.append(truthOf(image));
   card.addEventListener("click", () => { select(image); bringIn(card); });
