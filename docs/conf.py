@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!vitflow\.[\w.]+$).*"),
     (
         r"py:class",
-        r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|HeadGraph|Readouts|ReadBlock|Coordinate|Head|ModuleAttention|Panel)",
+        r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|Head|Readouts|ReadBlock|Coordinate|ModuleAttention|Panel)",
     ),
     (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Table|TextRow|Values)"),
     (r"py:class", r"vitflow\..*\.(_Token|LargestValues)"),

@@ -185,7 +185,7 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     with tracking("LeGrad", len(paths) - first) as progress:
         for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
             # Only this layer: the layers above do not affect its output.
-            single = Trace(layers=[layer], model=trace.model, names=trace.names, watch=trace.watch)
+            single = Trace(layers=[layer], model=trace.model, watch=trace.watch)
             gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
             progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(gradient)))

@@ -93,7 +93,7 @@ class TargetedTrace(Trace):
 
     @property
     def readouts(self) -> Readouts:
-        """Readouts of the explained outputs; see `Trace.readouts`."""
+        """Readouts of the explained outputs; see `Trace.readouts_of`."""
         return self.readouts_of(self.targets)
 
     @property

@@ -8,13 +8,12 @@ finishes the `Trace`. What decides the meaning of a map is determined as follows
   computed from. Modules side by side on the same tokens are one layer; others side by side: rollout is refused.
 - Positions of tokens (`layer_tokens`): the model's layout, or, if layers differ, one run on noise per input size, in
   which patch indices follow the tokens. Unknown: rollout is refused.
-- Unrecorded mixing (`unseen`): at most two runs on noise per model, with attention replaced by the identity and some
-  tokens changed. Mixing or reordering: rollout is refused. A model that rejects noise is not checked.
+- The contract (`certificate`, `value_dependence`, `followed_tokens`): runs on noise per model and input size, with
+  attention replaced by the identity. Tokens chosen by values, mixed or reordered: refused by clause. Tokens that are
+  replaced between blocks are masked. A model that rejects noise is not checked.
 - Pixels of tokens (`places`, `receptive_fields`): gradients on noise, one run per input size. Misplaced tokens: rollout
   is refused. Not measurable: cells divide the image evenly.
-- Tokens between blocks (`block_watch`, `between`): compared in each pass; only if they differ, by gradients, perhaps in
-  a second pass. Replaced tokens are masked; reordered or merged ones: rollout and the features above are refused.
-- Tokens that the output reads (`readout`, `recorded_head`): gradients in the pass, or in a repetition of it. Without a
+- Tokens that the output reads (`head`, `readout`): gradients in the pass, or in a repetition of it. Without a
   gradient: the declared pooling, "declared, not verified", or a refusal.
 - Output projection (`projections`): each call is compared with the stored weight by one product with a vector; if they
   differ, its map is measured on unit vectors. Not linear: no value weighting, with a note, until the model changes.

@@ -1,14 +1,12 @@
 """The head of a model in one forward pass: the outputs of blocks that it may read, in the autograd graph.
 
-In vitflow's own passes the output of each block becomes a leaf of the graph, so that gradients at it are along paths
-that pass no later block. A user's own pass is only observed.
+The output of each block becomes a leaf of the graph, so that gradients at it are along paths that pass no later block.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +17,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms, block_of, block_paths
 from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.models.parts import module_paths
-from vitflow.recording.attention_kinds import guessed_blocks, is_pooling, may_attend
+from vitflow.recording.attention_kinds import guessed_blocks, is_pooling
 from vitflow.recording.isolation import Hook
 
 # Blocks of the last pass of a model. A guess for its next pass, after which it is verified.
@@ -31,47 +29,32 @@ class HeadInput:
     """The output of a module in the autograd graph of the head.
 
     Attributes:
-        kind: "block", "container" (of the last block), "norm" or "pooling"; "block" also for what may be a container.
-        tokens: its tokens, or the output of a pooling head; if the graph is cut here, a leaf of zeros without memory.
+        kind: "block", "container", "norm" or "pooling".
+        tokens: its tokens, or the output of a pooling head; of a block, a leaf of zeros without memory.
         passed_on: what later modules get: the tokens, or their sum with the leaf, freed after the next block.
-        cut: True if the graph is cut here.
-        source: the tokens in the graph of the module, if the graph is cut here and the module ran with gradients.
-        entered: its input tokens, if it is a block; the leaf of the block before it, if it got what that passed on.
+        source: the tokens of a block in its own graph, if it ran with gradients.
+        entered: the input tokens of a block; the leaf of the block before it, if it got what that passed on.
     """
 
     path: str
     kind: str
     tokens: Tensor
     passed_on: Tensor
-    cut: bool = False
     source: Tensor | None = None
     entered: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadGraph:
-    """The image (if it is a leaf), each run of a block, and the norms, containers and pooling heads that ran later."""
+    """The image, each run of a block, and the norms, containers of the last block and pooling heads that ran later."""
 
     image: Tensor | None
     blocks: Sequence[HeadInput]
     later: Sequence[HeadInput]
 
-    def differentiate(self, root: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def differentiate(self, root: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Differentiate along paths from the inputs that pass no later block."""
-        kept: dict[int, Tensor] = {}
-
-        def keep(key: int, gradient: Tensor) -> Tensor:
-            kept[key] = gradient
-            return torch.zeros_like(gradient)  # nothing passes to earlier blocks
-
-        uncut = [block.tokens for block in self.blocks if block.tokens.grad_fn is not None]
-        handles = [tokens.register_hook(partial(keep, id(tokens))) for tokens in uncut]
-        try:
-            gradients = torch.autograd.grad(root, inputs, weights, retain_graph=True, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [kept.get(id(tokens), gradient) for tokens, gradient in zip(inputs, gradients, strict=True)]
+        return torch.autograd.grad(root, inputs, weights, retain_graph=True, allow_unused=True)
 
     def gradient_at_residual(self, root: Tensor, weights: Tensor) -> Tensor | None:
         """Return the gradient at the sum of the output of the last block and its residual outside of the block.
@@ -90,36 +73,24 @@ class HeadGraph:
                 return kept[0] if kept and kept[0].shape == last.shape else None
         return None
 
-    def is_restarted(self) -> bool:
-        """Return True if a block ran again on tokens that are not computed from the output of the previous block."""
-        paths = set[str]()
-        for number, block in enumerate(self.blocks):
-            if block.path in paths and not self._follows(block, self.blocks[number - 1]):
-                return True
-            paths.add(block.path)
-        return False
-
     def is_chain(self) -> bool:
         """Return True if the input of each block is computed from the output of the previous block alone."""
-        return all(self._follows(block, before, alone=True) for before, block in pairwise(self.blocks))
+        return all(self._reads_only(self.blocks[index], index - 1) for index in range(1, len(self.blocks)))
 
-    def _follows(self, block: HeadInput, before: HeadInput, *, alone: bool = False) -> bool:
-        tokens = block.entered
-        if tokens is None or tokens is before.tokens or not tokens.requires_grad:
-            return tokens is before.tokens
-        sources = [each.tokens for each in self.blocks[: self.blocks.index(block)]] if alone else [before.tokens]
+    def _reads_only(self, block: HeadInput, index: int) -> bool:
+        tokens, sources = block.entered, [each.tokens for each in self.blocks[: index + 1]]
+        if tokens is None or tokens is sources[index] or not tokens.requires_grad:
+            return tokens is sources[index]
         gradients = self.differentiate(tokens, torch.ones_like(tokens), sources)
-        reached = [source for source, gradient in zip(sources, gradients, strict=True) if is_nonzero(gradient)]
-        return len(reached) == 1 and reached[0] is before.tokens
+        return [is_nonzero(gradient) for gradient in gradients] == [False] * index + [True]
 
 
 class HeadWatch:
-    """Hooks that keep the outputs of blocks, and the norms and pooling heads above them, in a forward pass.
+    """Hooks that cut the graph of a forward pass after each block, and keep what the head may read.
 
     Args:
         blocks: paths of the blocks.
-        cut: make the outputs of these blocks leaves of the graph; otherwise every module that may be a block is
-            observed if the pass has gradients.
+        cut: make the outputs of these blocks leaves of the graph; otherwise their tokens are only counted.
         gradients: run the blocks with gradients, too, if the graph is cut.
 
     Attributes:
@@ -151,62 +122,60 @@ class HeadWatch:
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
-        graph, cut = torch.is_grad_enabled(), self.blocks if self.cut else ()
-        attending = cut or (tuple(may_attend(self._model)) if graph else ())
-        around = {path[:i] for path in attending for i, sign in enumerate(path) if sign == "."}
+        around = {path[:i] for path in self.blocks for i, sign in enumerate(path) if sign == "."}
         inside = "."
         for path, module in module_paths(self._model):
             if not path or path.startswith(inside):
                 continue
-            inside = f"{path}." if path in cut else inside
-            special = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "block"
-            kind = "block" if path in cut else special
-            block = path in self.blocks or (not self.cut and (path in around or path in attending))
-            if block:
+            if path in self.blocks:
+                inside = f"{path}."
                 yield Hook(module, partial(self._enter, path), before=True)
-            if block or (graph and (path in around or kind != "block")):
                 # First, as other hooks may replace the tokens.
-                yield Hook(module, partial(self._leave, path, kind), before=False, always=path in cut, first=True)
+                yield Hook(module, partial(self._leave, path), before=False, always=self.cut, first=True)
+            elif self.cut:
+                kind = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "container"
+                if path in around or kind != "container":
+                    yield Hook(module, partial(self._keep, path, kind), before=False, first=True)
 
     def graph(self, blocks: Sequence[str]) -> HeadGraph | None:
-        """Return the graph of the pass, if it shows the outputs of these blocks."""
-        if not blocks or (self.cut and set(self.blocks) != set(blocks)):
+        """Return the graph of the pass, if it was cut after these blocks."""
+        if not blocks or not self.cut or set(self.blocks) != set(blocks):
             return None
-        runs = [each for each in self.seen if each.path in blocks]
-        if {each.path for each in runs} != set(blocks) or not all(each.tokens.requires_grad for each in runs):
+        runs = [each for each in self.seen if each.kind == "block"]
+        if {each.path for each in runs} != set(blocks):
             return None
-        around = {blocks[-1][:i] for i, sign in enumerate(blocks[-1]) if sign == "."}
         later: list[HeadInput] = []
         for each in self.seen[self.seen.index(runs[-1]) + 1 :]:
-            each.kind = "container" if each.path in around else each.kind
-            if each.kind != "block" and all(each.tokens is not other.passed_on for other in (runs[-1], *later)):
+            usable = each.kind != "container" or blocks[-1].startswith(f"{each.path}.")
+            if usable and all(each.tokens is not other.passed_on for other in (runs[-1], *later)):
                 later.append(each)
         return HeadGraph(self.image, runs, later)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
-        if path in self.blocks and self.cut and not self._gradients:
+        if self.cut and not self._gradients:
             torch.set_grad_enabled(False)
 
-    def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
-        cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)
-        if cut and not self._gradients:
+    def _leave(self, path: str, args: Any, output: Any) -> Any:
+        entered, tokens = self._entered.pop(path, None), tokens_of(output)
+        if self.cut and not self._gradients:
             torch.set_grad_enabled(True)
+        self.num_tokens = tokens.shape[1] if tokens is not None and tokens.ndim == 3 else None
+        if tokens is None or not self.cut or tokens.is_inference():
+            return None
+        leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
+        passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
+        before = next((each for each in reversed(self.seen) if each.kind == "block"), None)
+        if before is not None:  # its values are freed
+            entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
+        source = tokens if tokens.requires_grad else None
+        self.seen.append(HeadInput(path, "block", leaf, passed_on, source, entered))
+        return with_tokens(output, passed_on)
+
+    def _keep(self, path: str, kind: str, args: Any, output: Any) -> None:
         tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
-        passed_on = tokens
-        if tokens is not None and cut and not tokens.is_inference():
-            leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
-            passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
-            before = next((each for each in reversed(self.seen) if each.cut), None)
-            if before is not None:  # its values are freed
-                entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
-            source = tokens if tokens.requires_grad else None
-            self.seen.append(HeadInput(path, kind, leaf, passed_on, True, source, entered))
-        elif tokens is not None and tokens.requires_grad:
-            self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
-        if path in self.blocks:
-            self.num_tokens = tokens.shape[1] if tokens is not None and tokens.ndim == 3 else None
-        return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
+        if tokens is not None and tokens.requires_grad:
+            self.seen.append(HeadInput(path, kind, tokens, tokens))
 
 
 def known_blocks(model: nn.Module) -> Sequence[str]:

@@ -6,14 +6,20 @@ reads nothing else, otherwise those after the last block, or after each of sever
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitflow.errors import NoGradientError, UnsupportedModelError, VitflowError
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.head import HeadGraph, HeadInput, is_bypassed, is_nonzero
+from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
+from vitflow.models.calls import logits_of
+from vitflow.models.names import class_count
+from vitflow.recording.experiment import Call
+from vitflow.recording.head import HeadGraph, HeadInput, HeadWatch, is_bypassed, is_nonzero, layer_counts
+from vitflow.recording.layers import AttentionLayer
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]
@@ -24,6 +30,16 @@ _COUNTED = 1e-3
 _TINY = torch.finfo(torch.float64).tiny
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
+_ZERO = (
+    "it is zero: a part of the model runs under torch.no_grad() or detach(), or the output is constant, saturated, "
+    "behind an inactive ReLU, or from integer weights"
+)
+_NO_GRADIENT = "there is none: the model runs without gradients (torch.no_grad(), detach()), or has integer weights"
+_REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
+# Relative difference of the outputs of two equal passes, by bytes per element.
+_SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
+# Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
+_SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,74 +70,196 @@ class Readouts:
     measured: Sequence[bool]
     pooled: Tensor
 
+    @classmethod
+    def given(cls, readout: Tensor, layers: int) -> Self:
+        """Return the readouts of a readout [batch, tokens] that was given for the top one of these layers."""
+        batch, every = len(readout), torch.ones_like(readout[:, 0])
+        return cls([ReadBlock(layers, readout, every)], ["given as argument"] * batch, [True] * batch, every == 0)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Measured:
-    """Gradient norms at the tokens that the head reads.
 
-    Attributes:
-        norms: of each run of a block, [batch, tokens]; None if the tokens do not fit the layout of their layer.
-        pooled: as in `Readouts`.
-        refusal: reason why no product of layers explains the output, or an empty string.
+class Head:
+    """The head of a recorded pass: from which tokens an output of each image is computed.
+
+    Args:
+        call: the recorded model call, repeatable on other pixels.
+        watch: the watch of the pass, with the tokens that the head may read.
+        layers, blocks: attention layers of the pass, and the path of the block of each.
+        outputs: the explained outputs, [batch, outputs].
+        read: maps the return value of the model to these.
+        pooled: attention of an attention-pooling head, if there is one.
     """
 
-    norms: Sequence[Tensor | None]
-    pooled: Tensor
-    refusal: str = ""
+    def __init__(
+        self,
+        call: Call,
+        watch: HeadWatch | None,
+        layers: Sequence[AttentionLayer],
+        blocks: Sequence[str],
+        outputs: Any,
+        read: Read,
+        pooled: Tensor | None,
+    ) -> None:
+        self._call, self._watch, self._layers, self._blocks = call, watch, layers, blocks
+        self._outputs, self._read, self._pooled = outputs, read, pooled
+        self._name, self._top = type(call.model).__name__, layers[-1].tokens.queries
+        self._repeated: tuple[Any, HeadGraph | None, str] | None = None
+        self._readouts: dict[Any, Readouts] = {}
 
+    def readouts_of(self, targets: Tensor | None) -> Readouts:
+        """Return the tokens that one output of each image is computed from; see `Trace.readouts_of`."""
+        key = None if targets is None else tuple(targets.tolist())
+        if key not in self._readouts:
+            self._readouts[key] = self._measure(targets)
+        return self._readouts[key]
 
-def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> Measured:
-    """Measure the tokens from which the score of each image is computed, given those of each run of a block.
+    def unread_layers(self) -> set[str]:
+        """Return the names of the layers above the highest block from which the outputs are computed."""
+        outputs, graph, _ = self._graph()
+        if graph is None or not outputs.requires_grad:
+            return set()
+        gradients = graph.differentiate(outputs, torch.ones_like(outputs), [block.tokens for block in graph.blocks])
+        counts = zip(layer_counts(self._blocks, graph.blocks), gradients, strict=True)
+        read = [count for count, gradient in counts if is_nonzero(gradient)]
+        return {layer.name for layer in self._layers[max(read, default=len(self._layers)) :]}
 
-    They are the tokens after the latest token-wise norm or container that every path from the score passes, otherwise
-    the outputs of blocks themselves.
-    """
-    batch, image, top = len(scores), [] if graph.image is None else [graph.image], tokens[-1]
-    scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
-    sources = [*image, *(each.tokens for each in graph.blocks)]
-    through = [each for each in graph.later if not is_bypassed(scores, [each.tokens], sources)]
-    tensors = [*sources, *(each.tokens for each in through)]
-    gradients = graph.differentiate(scores, torch.full_like(scores, scale), tensors)
-    to_image, to_blocks = gradients[: len(image)], gradients[len(image) : len(sources)]
-    unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
-    read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
-    pools = any(each.kind == "pooling" for each in through)
-    pooled = read[-1] if pools else unread
-    zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
-    norms = [
-        token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
-        for gradient, each, nothing, is_read in zip(to_blocks, tokens, zeros, read.any(dim=1).tolist(), strict=True)
-    ]
-    last = graph.blocks[-1].tokens
-    for later, gradient in reversed(list(zip(through, gradients[len(sources) :], strict=True))):
-        if later.kind == "container":  # tokens of another width may be internal to a head
-            usable = norms[-1] is None or later.tokens.numel() == last.numel()
-        else:
-            usable = later.kind == "norm" and _is_token_wise(later, graph, top.queries)
-        after = token_norms(gradient, top.queries, top.order) if usable and gradient is not None else None
-        if after is not None:
-            return Measured([*zeros[:-1], after], pooled)
-    refusal = _refusal(graph, to_image, read)
-    if refusal and (after := graph.gradient_at_residual(scores, torch.full_like(scores, scale))) is not None:
-        joined = token_norms(after, top.queries, top.order)
-        return Measured([*zeros[:-1], joined], pooled)
-    return Measured(norms, pooled, refusal)
+    def _measure(self, targets: Tensor | None) -> Readouts:
+        """Measure readouts, and replace those of images without a gradient by the declared pooling."""
+        example, batch, count = self._layers[-1].example, len(self._call.pixels), len(self._layers)
+        norms, counts = [example.new_zeros(batch, self._top.num_tokens, dtype=torch.float64)], [count]
+        pooled, rounding = torch.zeros(batch, dtype=torch.bool, device=example.device), 0.0
+        outputs, graph, cause = self._graph()
+        if graph is not None and outputs.requires_grad:
+            runs = [min(max(each, 1), count) for each in layer_counts(self._blocks, graph.blocks)]
+            try:
+                scores = self._scores(outputs, targets)
+                norms, pooled = self._norms(scores, graph, [self._layers[n - 1].tokens for n in runs])
+                rounding, counts = _SAME_POOLING[outputs.dtype.itemsize], runs
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # from autograd, such as about checkpointing
+                cause = f"{type(error).__name__}: {error}"
+        sums = torch.stack([each.sum(dim=1) for each in norms]).sum(dim=0)
+        missing, name = ~(torch.isfinite(sums) & (sums > 0)), ""
+        if missing.any():
+            name, weights = self._declared(cause, missing)
+            norms = [torch.where(missing[:, None], 0.0, each) for each in norms]
+            norms[-1][missing] = weights.to(norms[-1]).expand(batch, -1)[missing]
+        measured = (~missing).tolist()
+        blocks = read_blocks(norms, counts, torch.promote_types(example.dtype, torch.float32))
+        if len(blocks) > 1:
+            return Readouts(blocks, [""] * batch, measured, pooled)
+        rows = (norms[-1] / norms[-1].sum(dim=1, keepdim=True)).cpu()
+        names = [
+            name if not known else ATTENTION_POOLING if pools else pooling_name(row, self._top, rounding)
+            for row, known, pools in zip(rows, measured, pooled.tolist(), strict=True)
+        ]
+        return Readouts(blocks, names, measured, pooled)
 
+    def _scores(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Return one output of each image, [batch]; of an embedding e, the product with its direction."""
+        with torch.inference_mode(False), torch.enable_grad():
+            classes = self._call.cached(class_count, lambda: class_count(self._call.model))
+            if targets is None and self._read is logits_of and classes == 0:
+                return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
+            chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
+            return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
 
-def _refusal(graph: HeadGraph, to_image: Sequence[Tensor | None], read: Tensor) -> str:
-    """Return the reason why the layers below the head do not explain the output, or an empty string.
+    def _graph(self) -> tuple[Any, HeadGraph | None, str]:
+        """Return the outputs and the graph of the head: those of the pass, or of a repetition; or the cause of none."""
+        outputs = self._outputs
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            return None, None, "the output of the model is no tensor [batch, outputs]"
+        if self._call.pixels.is_meta:
+            return None, None, "the model is on the meta device"
+        if self._watch is not None and (graph := self._watch.graph(self._blocks)) is not None:
+            return outputs, graph, "" if outputs.requires_grad else _NO_GRADIENT
+        if self._repeated is None:
+            self._repeated = self._repeat(outputs)
+        return self._repeated
 
-    `read` is True if the output of an image depends on a block directly, bool [blocks, batch].
-    """
-    lower = zip(graph.blocks[:-1], read[:-1].any(dim=1).tolist(), strict=True)
-    again = any(is_read and block.path == graph.blocks[-1].path for block, is_read in lower)
-    if again or graph.is_restarted():
-        return "by several runs of its blocks"
-    if any(map(is_nonzero, to_image)):
-        return "also directly from the image, bypassing its blocks"
-    if bool(read[:-1].any()) and not graph.is_chain():
-        return "from several blocks, with skip connections around some of them"
-    return ""
+    def _repeat(self, before: Tensor) -> tuple[Any, HeadGraph | None, str]:
+        """Repeat the pass with gradients in the head alone; see `_graph`."""
+        call, watch = self._call, HeadWatch(self._call.model, self._blocks, cut=True)
+        try:
+            with call.experiment(watch.hooks(), gradients=True, autocast=True):
+                outputs: Any = self._read(call(watch.begin(call.pixels), same_images=True))
+        except (VitflowError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model may refuse gradients in any way
+            return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
+        graph, first, second = watch.graph(self._blocks), before.detach().double(), outputs.detach().double()
+        limit = _SAME_OUTPUT[before.dtype.itemsize] * first.abs().amax()
+        if first.shape != second.shape or bool(((first - second).abs() > limit).any()):
+            raise UnsupportedModelError(
+                f"{self._name} has another output if it runs again, so that its readout cannot be measured: it may be "
+                "random, or in training mode. Call model.eval(), explain it with vitflow.Explainer, or pass readout=."
+            )
+        return outputs, graph, "" if graph is not None and outputs.requires_grad else _NO_GRADIENT
+
+    def _declared(self, cause: str, missing: Tensor) -> tuple[str, Tensor]:
+        """Return name and weights of the declared pooling; UnsupportedModelError without one.
+
+        `cause` is why there are no gradients; if it is empty, those of some images are 0.
+        """
+        outputs, zero = self._outputs, _ZERO
+        if isinstance(outputs, Tensor) and not outputs.is_meta and outputs.numel() and not outputs.any():
+            zero = "all outputs are 0: is the head still all zeros?"
+        declared = declared_pooling(self._call.model, self._top, self._pooled)
+        if declared is not None:
+            return declared.name, declared.weights
+        message = (
+            f"The readout of {self._name} requires the gradient of the output with respect to its tokens: "
+            f"{cause or zero}. {_REMEDY}"
+        )
+        if cause:
+            raise UnsupportedModelError(message)
+        raise NoGradientError(message, missing.nonzero().flatten().tolist())
+
+    def _norms(self, scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> tuple[list[Tensor], Tensor]:
+        """Return gradient norms at the tokens of each run of a block, and True for images with a pooling head.
+
+        If every path from the score passes a later token-wise norm or container, they are taken after the latest one.
+        """
+        batch, image, top = len(scores), [] if graph.image is None else [graph.image], tokens[-1]
+        weights = torch.full_like(scores, HALF_SCALE if scores.dtype == torch.float16 else 1.0)
+        sources = [*image, *(each.tokens for each in graph.blocks)]
+        through = [each for each in graph.later if not is_bypassed(scores, [each.tokens], sources)]
+        gradients = graph.differentiate(scores, weights, [*sources, *(each.tokens for each in through)])
+        to_image, to_blocks = gradients[: len(image)], gradients[len(image) : len(sources)]
+        unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
+        read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
+        pooled = read[-1] if any(each.kind == "pooling" for each in through) else unread
+        zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
+        norms = [
+            token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
+            for gradient, each, nothing, is_read in zip(to_blocks, tokens, zeros, read.any(dim=1).tolist(), strict=True)
+        ]
+        size = graph.blocks[-1].tokens.numel()
+        for later, gradient in reversed(list(zip(through, gradients[len(sources) :], strict=True))):
+            if later.kind == "container":  # tokens of another width may be internal to a head
+                usable = norms[-1] is None or later.tokens.numel() == size
+            else:
+                usable = later.kind == "norm" and _is_token_wise(later, graph, top.queries)
+            after = token_norms(gradient, top.queries, top.order) if usable and gradient is not None else None
+            if after is not None:
+                return [*zeros[:-1], after], pooled
+        refusal = ""
+        if any(map(is_nonzero, to_image)):
+            refusal = "also directly from the image, bypassing its blocks"
+        elif bool(read[:-1].any()) and not graph.is_chain():
+            refusal = "from several blocks, with skip connections around some of them"
+        if refusal and (joined := graph.gradient_at_residual(scores, weights)) is not None:
+            norms, refusal = [*zeros[:-1], token_norms(joined, top.queries, top.order)], ""
+        if refusal:
+            raise UnsupportedModelError(
+                f"{self._name} computes its output {refusal}, so a map from its attention is incomplete. {_REMEDY}"
+            )
+        fitting = [each for each in norms if each is not None]
+        if len(fitting) < len(norms):
+            raise UnsupportedModelError(
+                f"The output is computed from tokens that do not fit the patch grid of their block. {_REMEDY}"
+            )
+        return fitting, pooled
 
 
 def _largest(gradient: Tensor, batch: int) -> Tensor:

@@ -325,7 +325,8 @@ class record_attention:
             trace.pooled = self._listening.pooling
             if self._readout is not None:
                 readout = _normalized(self._readout, self._listening.batch, trace.known_top)
-                trace.given_readout = readout.to(trace.layers[-1].example.device)
+                example = trace.layers[-1].example
+                trace.given_readout = readout.to(example.device, torch.promote_types(example.dtype, torch.float32))
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

@@ -12,29 +12,36 @@ from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.refinement import Affinity
-from vitflow.methods.tokens import TokenLayout
-from vitflow.models.blocks import block_norms
+from vitflow.methods.tokens import LAYOUT, TokenLayout
+from vitflow.models.anatomy import ATTENTION_POOLING
+from vitflow.models.blocks import block_norms, block_paths_of
 from vitflow.models.calls import logits_of
-from vitflow.recording.certificate import certify_features
+from vitflow.recording.certificate import Certificate, blocks_of, certify_features
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import HeadInput, is_bypassed, is_nonzero, layer_counts
+from vitflow.recording.head import HeadInput, HeadWatch, is_bypassed
 from vitflow.recording.isolation import checkpointing_error
-from vitflow.recording.layers import NOTHING_RECORDED, Backward
-from vitflow.recording.readout import HALF_SCALE, Read
-from vitflow.recording.recorded_head import RecordedHead
+from vitflow.recording.layers import NOTHING_RECORDED, Backward, RecordedLayers
+from vitflow.recording.readout import HALF_SCALE, Head, Read, Readouts, describe_readouts, readout_words
 
 
 @dataclass(slots=True, repr=False)
-class Trace(RecordedHead):
+class Trace(RecordedLayers):
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
     `attentions` is the attention of each layer, first layer first, [batch, heads, tokens, tokens]; the example of
     `record_attention` makes one.
 
     Attributes:
-        layout: prefix tokens and patch grid of this pass.
-        readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
-        pooling: source of the readout: "class token", "average over patches", …
+        pixels: the model input, [batch, channels, height, width].
+        logits: the explained outputs, [batch, classes].
+        pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
+        model: the model, for methods that run it again.
+        refusal: reason why rollout and flow do not apply to this model, or None.
+        names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
+        read: maps the model's return value to the explained outputs.
+        call: the recorded model call, repeatable on other pixels.
+        certificate: whether the model keeps the contract; None if that was not measured.
+        watch: the watch of the pass, with the tokens that the head may read in the autograd graph.
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
@@ -44,12 +51,26 @@ class Trace(RecordedHead):
         affinities: patch affinities by kind, patch grid and first layer, filled on request.
     """
 
+    pixels: Tensor | None = None
+    logits: Tensor | None = None
+    pooled: Tensor | None = None
+    model: Any = None
+    refusal: str | None = None
+    names: list[str] = field(default_factory=list)
+    read: Read = logits_of
+    call: Call | None = None
+    watch: HeadWatch | None = None
+    certificate: Certificate | None = None
+    known_layout: TokenLayout | None = None
+    known_top: TokenLayout | None = None
+    given_readout: Tensor | None = None
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
     passed: dict[str, Tensor | None] = field(default_factory=dict)
     output: Any = None
     affinities: dict[tuple[str, tuple[int, int], int], Affinity] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
+    _head: Head | None = None
 
     def __repr__(self) -> str:
         return f"Trace({type(self.model).__name__}, {len(self.layers)} attention layers)"
@@ -59,9 +80,115 @@ class Trace(RecordedHead):
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
     @property
+    def layout(self) -> TokenLayout:
+        """Prefix tokens and patch grid of the recorded pass; of the finest stage if stages differ."""
+        if self.refusal is not None:
+            raise UnsupportedModelError(self.refusal)
+        if self.known_layout is None and self.logits is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not say how its tokens are arranged: pass {LAYOUT}."
+            )
+        if self.known_layout is None:
+            raise VitflowError(NOTHING_RECORDED)
+        return self.known_layout
+
+    @property
+    def top(self) -> TokenLayout:
+        """Prefix tokens and patch grid of the top layer, as in the readout."""
+        return self.layout if self.known_top is None else self.known_top
+
+    @property
+    def blocks(self) -> list[str]:
+        """Path of the block of each attention layer that ran, first layer first."""
+        return block_paths_of(self.model, self.names) if self.call is None else blocks_of(self.call, self.names)
+
+    @property
+    def readout(self) -> Tensor:
+        """Readout of the most probable class, [batch, tokens]; see `readout_of`."""
+        return self.readout_of(None)
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of the most probable class at each block that the head reads; see `readouts_of`."""
+        return self.readouts_of(None)
+
+    @property
+    def pooling(self) -> str:
+        """Source of the readout of the most probable class: "class token", …, or "gradient of the output"."""
+        names = set(self.readouts_of(None).names)
+        return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
+
+    def readout_of(self, targets: Tensor | None) -> Tensor:
+        """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
+
+        Args:
+            targets: as for `readouts_of`.
+
+        Raises:
+            UnsupportedModelError: as for `readouts_of`; or the head reads the tokens of several blocks.
+        """
+        blocks = self.readouts_of(targets).blocks
+        if len(blocks) > 1 or blocks[0].layers < len(self.layers):
+            read = ", ".join(str(block.layers) for block in blocks if block.share.any())
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} computes its output from the tokens after layers {read}. This requires a "
+                "readout of the last layer: use rollout, gae or gradient_rollout, or pass readout=."
+            )
+        return blocks[0].readout
+
+    def readouts_of(self, targets: Tensor | None) -> Readouts:
+        """Return the tokens that one output of each image is computed from, at each block that the head reads.
+
+        The readout at a block is `‖∂f/∂y_i‖` for its tokens y, along paths that pass no higher block; of images for
+        which this gradient is zero or cannot exist, the pooling that the model declares.
+
+        Args:
+            targets: index of the output f of each image, [batch]; by default the largest, or ½‖e‖² of an embedding e.
+
+        Raises:
+            NoGradientError: the gradients of some images are 0, and no pooling is declared.
+            UnsupportedModelError: the head reads other values than the outputs of the blocks, there is no gradient and
+                no declared pooling, or a repetition of the pass has another output.
+        """
+        if self.refusal is not None:
+            raise UnsupportedModelError(self.refusal)
+        if self.known_top is None:
+            raise VitflowError(NOTHING_RECORDED)
+        if self.given_readout is not None:
+            return Readouts.given(self.given_readout, len(self.layers))
+        return self.head.readouts_of(targets)
+
+    def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
+        """Return for each image True if readouts depend on the target: not all are the same known pooling."""
+        by_target = [self.readouts_of(target).names for target in targets]
+        named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
+        return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
+
+    def readout_words(self, targets: Tensor | None) -> list[str]:
+        """Describe the readout of each image, for captions."""
+        if self.given_readout is not None:
+            return [f"{readout_words(row, self.top)}, given as argument" for row in self.given_readout.cpu()]
+        readouts = self.readouts_of(targets)
+        layouts = [self.layers[block.layers - 1].tokens.queries for block in readouts.blocks]
+        words = describe_readouts(readouts.blocks, layouts, len(self.layers))
+        return [
+            f"{name}, declared, not verified" if not measured else name or each
+            for name, each, measured in zip(readouts.names, words, readouts.measured, strict=True)
+        ]
+
+    @property
     def block_norms(self) -> Sequence[str]:
         """Paths of the modules whose outputs are the features of Grad-CAM, first layer first."""
         return block_norms(self.model)
+
+    @property
+    def head(self) -> Head:
+        """The head of the model in this pass."""
+        assert self.call is not None
+        self._head = self._head or Head(
+            self.call, self.watch, self.layers, self.blocks, self.logits, self.read, self.pooled
+        )
+        return self._head
 
     @property
     def staged(self) -> bool:
@@ -153,8 +280,7 @@ class Trace(RecordedHead):
     @property
     def _cuts(self) -> list[HeadInput]:
         """Outputs of blocks where the graph of the pass is cut."""
-        seen = [] if self.watch is None else self.watch.seen
-        return [each for each in seen if each.cut]
+        return [] if self.watch is None else [each for each in self.watch.seen if each.kind == "block"]
 
     def share_passing(self, path: str, targets: Tensor) -> Tensor:
         """Return the share of the gradient of each image's target that passes a block on its way to the pixels.
@@ -214,7 +340,8 @@ class Trace(RecordedHead):
             if "use_reentrant" not in str(error):  # torch's checkpointing does not support torch.autograd.grad
                 raise
             raise checkpointing_error(self.model) from error
-        unread = self._unread_layers(scores) if any(gradient is None for gradient in raw[: len(parts)]) else ()
+        some = self.known_top is not None and any(gradient is None for gradient in raw[: len(parts)])
+        unread = self.head.unread_layers() if some else ()
         for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None and name not in unread:
                 remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
@@ -251,13 +378,3 @@ class Trace(RecordedHead):
                 before = totals[index]
                 totals[index] = gradient if before is None else before if gradient is None else before + gradient
         return totals[:count]
-
-    def _unread_layers(self, scores: Tensor) -> set[str]:
-        """Return the names of the layers above the highest block from which the scores are computed."""
-        graph = self.head_graph
-        if graph is None:
-            return set()
-        gradients = graph.differentiate(scores, torch.ones_like(scores), [block.tokens for block in graph.blocks])
-        counts = layer_counts(self.blocks, graph.blocks)
-        read = [count for count, gradient in zip(counts, gradients, strict=True) if is_nonzero(gradient)]
-        return {layer.name for layer in self.layers[max(read, default=len(self.layers)) :]}
