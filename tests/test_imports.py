@@ -94,6 +94,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[str, int, list[str]]]:
     """The words, exit code and loaded modules of each question."""
     command = [sys.executable, "-c", ASK, json.dumps([*QUESTIONS])]
     place = tmp_path_factory.mktemp("imports")
+    (place / "x.png").touch()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=place)
     return dict(zip(QUESTIONS, map(json.loads, done.stdout.splitlines()), strict=True))
 

@@ -118,7 +118,7 @@ def other_value(option, method):
     default = method.defaults.get(option.name)
     if option.kind is bool:
         return not default
-    if option.choices:
+    if option.choices and option.name != "start_layer":  # a number, or "middle" for rollout alone
         return next(choice for choice in option.choices if choice != default)
     return (0, 1) if option.kind == tuple[int, int] else 2 if default != 2 else 1
 

@@ -45,9 +45,9 @@ def ray_cluster():
         ray.shutdown()
 
 
-def requested_for(source, out, model=plain, change=(), **options):
+def requested_for(source, out, model=plain, change=(), method="rollout", **options):
     """The inputs of a run, and what its actors are told."""
-    job = make_job(["rollout"], options, overlays=False)
+    job = make_job([method], options, overlays=False)
     fingerprint = (plain if model is broken else model)().fingerprint()
     requested = Request(model, fingerprint | dict(change), job, 4, 10**6)
     return list_inputs([source], out, urls=True).plan(job.endings), cloudpickle().dumps(requested)
@@ -68,7 +68,7 @@ def cloudpickle():
 def test_an_image_that_kills_its_process_is_a_row_and_the_others_go_on(tmp_path):
     source = fill(tmp_path / "in", 3)
     Image.new("RGB", (40, 40), "white").save(source / "white.png")
-    inputs, requested = requested_for(source, tmp_path / "out", model=deadly)
+    inputs, requested = requested_for(source, tmp_path / "out", model=deadly, method="occlusion")
     worker = Worker(requested)
     try:
         actual = worker({"input": [pickle.dumps(one) for one in inputs]})
@@ -78,7 +78,7 @@ def test_an_image_that_kills_its_process_is_a_row_and_the_others_go_on(tmp_path)
     assert [row["status"] for row in rows] == ["explained"] * 3 + ["failed"]
     assert (rows[3]["input"], rows[3]["error"]) == ("white.png", "WorkerDied")
     assert "exit status -9" in rows[3]["message"]
-    assert [list(grids) for grids in maps] == [["rollout"]] * 3 + [[]]
+    assert [list(grids) for grids in maps] == [["occlusion"]] * 3 + [[]]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,7 @@ def odd_folder(place) -> None:
         (place / name).write_bytes(b"no image")
 
 
+@pytest.mark.filterwarnings("ignore:Hidden image files")
 def test_a_folder_at_a_url_has_the_rows_and_maps_of_a_local_one(ray_cluster, tmp_path):
     odd_folder(tmp_path / "in")
     url, options = f"file://{tmp_path / 'in'}", {"recursive": True}

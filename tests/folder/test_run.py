@@ -690,8 +690,8 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
     failures = [(row["input"], row["error"]) for row in summary.failures()]
     assert failures == [("0.png", "ModelError"), ("3.jpg", "UnidentifiedImageError")]
     assert summary.explained == 11
-    # Batches of 4, 3, 4 and 1 images, the first again image by image; noise comes in one to three images, three once.
-    assert (Counting.seen.count(4), Counting.seen.count(3)) == (2, 2)
+    # Batches of 4, 3, 4 and 1 images, the first again image by image; noise comes in one or two images.
+    assert (Counting.seen.count(4), Counting.seen.count(3)) == (2, 1), Counting.seen
 
 
 @pytest.mark.parametrize(

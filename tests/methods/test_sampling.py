@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import literal_vit, references
-from tests.recording.test_token_dropping import by_hand
+from tests.explaining.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
 from vitflow.errors import OptionError, ShapeError, VitflowError

@@ -151,7 +151,8 @@ class _Marks(Interception):
             if module._modules:
                 yield Hook(module, partial(self._enter, name, module), before=True)
                 yield Hook(module, partial(self._leave, name), before=False)
-            elif module._parameters:  # such as a projection, whose hooks may multiply what it gets
+            elif any(each is not None and each.ndim > 1 for each in module._parameters.values()):
+                # A projection, whose hooks may multiply its input; norms have vectors only.
                 yield Hook(module, self._project, before=True, first=True)
 
     def _project(self, args: Any, kwargs: Any) -> None:

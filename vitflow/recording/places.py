@@ -112,6 +112,8 @@ def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | Non
     for tokens in dict.fromkeys((of_features, of_blocks)):
         with suppress(UnsupportedModelError):
             layout = given or declared_layout(call, tokens)
+            if layout.num_patches == 1 and given is None:
+                continue  # the result of a pooling
             extents, _ = find_extents(call, dict.fromkeys(blocks[:1], (layout,)))
             return replace(layout, extent=extents.get(layout))
     return None
