@@ -27,7 +27,7 @@ from vitflow.recording.token_codes import (
     seen_codes,
     window_reading,
 )
-from vitflow.recording.value_dependence import function_name, mark_of
+from vitflow.recording.value_dependence import BY_SHAPE, function_name, mark_of
 
 # Functions by which a statistic of all tokens may scale tokens.
 _SCALING = {"mul", "multiply", "div", "true_divide", "matmul", "bmm", "einsum"}
@@ -254,6 +254,7 @@ class CodedRun(FollowedRun):
         for stack in self._stacks.values():
             if (more := reach_of(name, args, kwargs, stack.layout)) is not None:
                 stack.widen(more, merged=is_coarser(output, operands[0], stack.layout), finer=is_finer(name))
+        operands = operands[:1] if name in BY_SHAPE else operands
         statistics = [each for each in operands if getattr(each, "_statistic", False)]
         if _is_statistic(name, args, kwargs):
             return self._frozen(output)
