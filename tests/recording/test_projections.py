@@ -340,25 +340,6 @@ def test_outputs_that_are_next_to_0_along_the_direction_are_compared_by_their_si
     assert projections._agree_along(direction, rows, results, matrix, None, rounding=1e-5) == (shift == 0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "windows in another order", "gate", "hook", "norm"])
-def test_only_the_product_with_the_stored_weight_is_a_plain_product(kind):
-    module = timm.layers.Attention(
-        24, num_heads=3, qkv_bias=True, scale_norm=kind == "norm", norm_layer=nn.LayerNorm
-    ).eval()
-    if kind == "norm":
-        nn.init.normal_(module.norm.weight)
-    tokens = torch.randn(2, 9, 24)
-    if kind == "gate":
-        gate = torch.rand(2, 9, 24)
-        module.proj.register_forward_pre_hook(lambda module, args: (args[0] * gate,))
-    if kind == "hook":
-        hooked(module.proj, lambda x: x + x.roll(1, -1))
-    values = module.qkv(tokens)[..., 48:].unflatten(-1, (3, -1)).transpose(1, 2)
-    output = module.proj(module.norm(values.transpose(1, 2).flatten(2)))
-    output = output.flip(0) if kind == "windows in another order" else output
-    assert projections.is_plain_product(module.proj, values, output) is (kind in ("plain", "windows in another order"))
-
-
 def test_gated_attention_is_not_weighted_by_its_values():
     """The gate is no part of the weight of the projection, so that weighting is switched off, with a note."""
     torch.manual_seed(0)

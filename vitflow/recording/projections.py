@@ -203,29 +203,6 @@ class Projection:
         return (output[:-1] - output[-1]).T, output[-1]
 
 
-def is_plain_product(projection: nn.Module, vectors: Tensor, output: Tensor) -> bool:
-    """Return True if an attention module multiplies its values by the weight of its projection, and adds the bias.
-
-    Gates, norms or sums between the attention and the projection, and adapters, make it another function.
-
-    Args:
-        vectors: values of a call in which attention is the identity, [batch · windows, heads, tokens, width].
-        output: what the module returned, with the same number of tokens, [batch, tokens, out].
-    """
-    weight, bias = projection_weight(projection), getattr(projection, "bias", None)
-    rows = vectors.transpose(1, 2).flatten(2).flatten(0, 1)  # [tokens, heads · width]
-    results = output.flatten(0, -2)
-    if weight is None or rows.shape[-1] != weight.shape[1] or results.shape != (len(rows), len(weight)):
-        return False
-    offset = bias if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
-    rounding = _rounding(output.device.type, vectors.dtype, output.dtype)
-    expected = nn.functional.linear(*map(at_least_float32, (rows, weight, offset)))
-    # In order, or as a whole: windows may be put together in another order.
-    both = at_least_float32(results), expected
-    apart = min(float((one - other).norm()) for one, other in (both, [each.sort(dim=0).values for each in both]))
-    return apart <= rounding * float(expected.norm())
-
-
 def _agree(rows: Tensor, results: Tensor, matrix: Tensor, offset: Tensor, *, rounding: float) -> bool:
     """Return True if results [..., out] are matrix · rows + offset, up to rounding and 8-bit inputs."""
     if rows.shape[-1] != matrix.shape[1] or results.shape != (*rows.shape[:-1], len(matrix)):
