@@ -1,20 +1,25 @@
 """Record one forward pass of an unmodified model; hooks on running models are defined only in this package.
 
-`recorder` opens a recording, `interception` and `listening` collect attention while the model runs, and `places.locate`
-finishes the `Trace`. What decides the meaning of a map is determined as follows; docs/inside.md has the same rows.
+A model can be recorded if
 
-- Applied attention (`interception`): softmaxes and products are observed in the pass. Without any: NoAttentionError.
-- Layers (`parallel`): one run on one image per input size, in which tensors are marked with the attention that they are
-  computed from. Modules side by side on the same tokens are one layer; others side by side: rollout is refused.
-- Positions of tokens (`layer_tokens`): the model's layout, or, if layers differ, one run on noise per input size, in
-  which patch indices follow the tokens. Unknown: rollout is refused.
-- The contract (`certificate`, `value_dependence`, `followed_tokens`): runs on noise per model and input size, with
-  attention replaced by the identity. Tokens chosen by values, mixed or reordered: refused by clause. Tokens that are
-  replaced between blocks are masked. A model that rejects noise is not checked.
-- Pixels of tokens (`places`, `receptive_fields`): gradients on noise, one run per input size. Misplaced tokens: rollout
-  is refused. Not measurable: cells divide the image evenly.
-- Tokens that the output reads (`head`, `readout`): gradients in the pass, or in a repetition of it. Without a
-  gradient: the declared pooling, "declared, not verified", or a refusal.
-- Output projection (`projections`): each call is compared with the stored weight by one product with a vector; if they
-  differ, its map is measured on unit vectors. Not linear: no value weighting, with a note, until the model changes.
+1. no index, mask, branch or loop between its pixels and its last block depends on the values of the image;
+2. in each block a token is computed from itself, from recorded attention, and from convolutions or pooling of its
+   neighbours;
+3. each attention reads the tokens in order, or in windows that an index can follow;
+4. the patches of the first grid are at their pixels;
+5. the head reads outputs of blocks.
+
+Tokens that are replaced by constants are cut. Everything else is refused by a sentence that names the module and the
+clause. By clause 1, what holds on noise holds for every image: the contract is checked once per state of the model and
+input size, and docs/inside.md says how, and what is not noticed. The files, in the order of a pass:
+
+- `recorder` opens a recording; `isolation` restores the model; `experiment` runs it on noise.
+- `interception`, `attending`, `attention_kinds`: attention in torch functions; `listening`, `layers`, `projections`:
+  the matrices of each layer; `parallel`: modules that are one layer.
+- `layer_tokens`: tokens and windows of each layer (clause 3).
+- `certificate`: clauses 1 to 3, by `value_dependence` and by `followed_tokens`, `coded_tokens`, `token_codes` and
+  `receptive_reach`, `without_attention`.
+- `places`, `receptive_fields`: pixels of the tokens (clause 4).
+- `head`, `readout`, `recorded_head`: tokens that the output reads (clause 5); `trace`: the result.
+- `freezing`, `frozen`: passes with frozen nonlinearities; `probabilities`: models that return probabilities.
 """
