@@ -100,4 +100,4 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     kept = count_rows(out)
     assert 2 <= kept < 400
     result = invoke("demo:5", *SHORT, "-o", out)
-    assert "Too few images" in result.stdout and ": 5, " in result.stdout
+    assert "Too few images" in result.stdout and " has a value for 5, " in result.stdout

@@ -61,6 +61,7 @@ def test_on_few_images_nothing_is_clear():
     assert [(answer.sentence[:14], answer.best) for answer in few] == [("Too few images", None)] * 2
     actual = measured(20, **means)
     actual.values["gap"][8:] = np.nan  # measured on eight of them
+    assert " has a value for 8, " in answers(actual)[1]
     assert [answer.best for answer in verdict(actual)] == ["gae", None]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitflow.evaluation.metrics import GROUPS
+from vitflow.evaluation.metrics import GROUPS, METRICS
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
 from vitflow.registry.choices import split_label
@@ -58,7 +58,10 @@ def verdict(tables: Tables) -> list[Answer]:
 
 def _answer(tables: Tables, metric: str, count: int, does_best: str) -> Answer:
     if count < MIN_CLEAR:
-        return Answer(f"Too few images to say which map {does_best}: {count}, and at least {MIN_CLEAR} are required.")
+        return Answer(
+            f"Too few images to say which map {does_best}: {METRICS[metric].title} has a value for {count}, and at "
+            f"least {MIN_CLEAR} are required."
+        )
     ranked, where = [method for method, _ in tables.ranking(metric)], f"On {counted(count, 'image')}, "
     best = ranked[0]
     if tables.state(metric, best, "random") != "better":
