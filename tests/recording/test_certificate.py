@@ -8,9 +8,11 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.small import Custom
 from vitflow import Explainer, record_attention
+from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
 from vitflow.recording.certificate import certify
 from vitflow.recording.token_codes import code_bits, random_halves, striped_codes
@@ -244,7 +246,7 @@ def test_registers_drawn_with_the_seed_of_a_run_are_no_replaced_tokens():
 def test_a_statistic_that_scales_tokens_is_no_mixing():
     class Excite(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * x.mean(1, keepdim=True).sigmoid().expand_as(x)
+            return x * x.mean(1, keepdim=True).sigmoid()
 
     model, restore = planted("plain", Excite())
     try:
@@ -296,3 +298,75 @@ def test_codes_differ_and_none_contains_another(layout):
     assert torch.equal(contained, torch.eye(layout.num_tokens, dtype=torch.bool))
     halves = random_halves(layout, random)
     assert torch.equal(halves[:3], ~halves[3:])
+
+
+def test_faults_inside_of_the_cells_of_the_next_stage_are_found():
+    def sums(x: Tensor) -> Tensor:
+        return x + x.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
+
+    for fault in (sums, lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)):
+        model, restore = planted("staged", fault)
+        try:
+            with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
+                model(torch.randn(1, 3, 64, 64))
+        finally:
+            restore()
+        assert trace.certificate.faults[0].clause == 2
+
+
+def test_gradcam_is_refused_above_tokens_that_attention_reads_in_another_order_than_the_block_before():
+    model, restore = planted("staged", lambda x: x)
+    block = model.layers[0].blocks[1].block
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.block(swap(2, 9)(x.flatten(1, 2).clone()).reshape(x.shape))
+
+    model.layers[0].blocks[1] = Custom(forward, block=block)
+    try:
+        with pytest.raises(UnsupportedModelError, match="reorders"):
+            Explainer(model, data_config=CONFIG).explain(torch.rand(3, 64, 64) * 2 - 1, method="gradcam", target=1)
+    finally:
+        restore()
+
+
+def channels_first(self, x):
+    x = x.mT
+    for attention, mlp in self.layers:
+        x = attention(x) + x
+        x = mlp(x) + x
+    return x.mT
+
+
+def test_blocks_may_have_tokens_in_the_last_axis():
+    model = hand_written(channels_first)
+    for layer in model.layers:
+        layer[0].compute = lambda self, x: attend(self, x.mT).mT
+        layer[1].insert(0, Custom(lambda self, x: x.mT))
+        layer[1].append(Custom(lambda self, x: x.mT))
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(1, 4, 4))
+    for method in ("rollout", "gae", "gradcam"):
+        saliency = explainer.explain(
+            torch.rand(3, 64, 64) * 2 - 1, method=method, target=None if method == "rollout" else 1
+        )
+        assert np.isfinite(saliency.grid).all() and saliency.grid.any()
+
+
+def test_gradcam_of_a_residual_outside_of_the_blocks_before_a_norm():
+    model = hand_written(lambda self, x: nn.functional.layer_norm(residuals(self, x), (32,)))
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(1, 4, 4))
+    saliency = explainer.explain(torch.rand(3, 64, 64) * 2 - 1, method="gradcam", target=1)
+    assert saliency.grid.any()
+
+
+def test_gradcam_refuses_checkpointing():
+    vit = built("plain")
+
+    def forward(self: nn.Module, images: Tensor) -> Tensor:
+        x = vit._pos_embed(vit.patch_embed(images))
+        for block in vit.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return vit.head(vit.norm(x)[:, 0])
+
+    explainer = Explainer(Custom(forward, vit=vit), data_config=CONFIG, layout=TokenLayout(1, 8, 8))
+    with pytest.raises(UnsupportedModelError, match="checkpointing"):
+        explainer.explain(torch.rand(3, 64, 64) * 2 - 1, method="gradcam", target=1)

@@ -48,9 +48,7 @@ def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
 
 def _as_tokens(features: Tensor, channels_last: bool) -> Tensor:
     """Return features, which may be a feature map, as [batch, tokens, channels]."""
-    if features.ndim == 3:
-        return features
-    return features.flatten(1, 2) if channels_last else features.flatten(2).transpose(1, 2)
+    return features.flatten(1, -2) if channels_last else features.flatten(2).mT
 
 
 def frozen_gradient(trace: TargetedTrace) -> Maps:
@@ -103,8 +101,8 @@ def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
 def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
     """Return the share of each image's gradient that passes the block of the module that Grad-CAM reads.
 
-    A head may also read lower blocks of the same stack: then the share is below that of the whole. Outputs of several
-    branches are refused.
+    A head may also read lower blocks of the same stack, or a residual outside of the block: then the share is below
+    that of the whole. Outputs of several branches are refused.
     """
     model = type(trace.model).__name__
     if path not in trace.features:
@@ -113,7 +111,7 @@ def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
         fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
         raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
     shares = trace.share_passing(block_of(path), targets)
-    entries = entries_of(trace.model, path) if shares.min() < _whole(trace) else []
+    entries = [f"input of {block_of(path)}", *entries_of(trace.model, path)] if shares.min() < _whole(trace) else []
     if entries and not any(trace.share_passing(entry, targets).min() >= _whole(trace) for entry in entries):
         raise UnsupportedModelError(
             f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "

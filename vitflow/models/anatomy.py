@@ -156,10 +156,13 @@ def possible_layouts(
 ) -> list[tuple[TokenLayout, bool]]:
     """Return the layouts that recorded features may have, and True if channels come last.
 
-    Features are [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
+    Features are [batch, tokens, channels], [batch, channels, tokens] with the tokens of `layout`, [batch, channels,
+    rows, cols] or [batch, rows, cols, channels].
     """
     if features.ndim == 3:
         count = features.shape[1]
+        if layout is not None and layout.num_tokens == features.shape[2] != count:
+            return [(layout, False)]
         if layout is None or layout.num_tokens != count:
             layout = layout_of_count(model, input_size, count)
         return [] if layout is None else [(layout, True)]

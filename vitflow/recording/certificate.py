@@ -119,7 +119,8 @@ def certify_features(call: Call, layout: TokenLayout | None) -> Certificate | No
         above = decoder_stacks(survey.layers, 1) if names else set()
         layers = [layer for layer in survey.layers if stack_of(layer.name) not in above]
         with suppress(UnsupportedModelError):
-            one = replace(call, args=(call.noise(1),), kwargs={}, pixels=call.noise(1))
+            noise = call.noise(1)
+            one = replace(call, args=(noise,), kwargs={}, pixels=noise)
             located, _ = find_tokens(one, layers, layout) if layers else ([], None)
             return located, names
         return [], []

@@ -27,7 +27,7 @@ from vitflow.recording.token_codes import (
     seen_codes,
     window_reading,
 )
-from vitflow.recording.value_dependence import BY_SHAPE, function_name, mark_of
+from vitflow.recording.value_dependence import function_name, mark_of
 
 # Functions by which a statistic of all tokens may scale tokens.
 _SCALING = {"mul", "multiply", "div", "true_divide", "matmul", "bmm", "einsum"}
@@ -49,6 +49,7 @@ class _Stack:
         reach: of convolutions and pooling since the codes were given.
         merging: further reach of those that returned a coarser grid, such as the keys of some attention.
         order: place of each patch among the tokens of a sequence, if they are not in raster order.
+        in_order: True if they are a grid, or attention read them in raster order, so that no other order may follow.
     """
 
     layout: TokenLayout
@@ -56,6 +57,7 @@ class _Stack:
     reach: tuple[float, float] = (0.0, 0.0)
     merging: tuple[float, float] = (0.0, 0.0)
     order: Tensor | None = None
+    in_order: bool = False
 
     def codes_of(self, reading: Reading) -> Tensor:
         """Return the codes in the order of a reading."""
@@ -154,14 +156,14 @@ class CodedRun(FollowedRun):
                 return stack
         return None
 
-    def _refuse(self, path: str, verdict: Verdict, where: str = "", *, clause: int = 2) -> None:
+    def _refuse(self, path: str, verdict: Verdict, where: str = "", *, clause: int = 2, inside: bool = False) -> None:
         count = len(verdict.lost)
         if verdict.reordered.any():
             what = f"reorders its tokens{where} ({int(verdict.reordered.sum())} of {count})"
             self.fault(path, what, 3 if clause == 3 else 2, moves=True)
         if verdict.mixed.any():
             what = f"mixes its tokens{where} ({int(verdict.mixed.sum())} of {count})"
-            self.fault(path, what, 2, moves=False)
+            self.fault(path, what, 2, moves=verdict.displaced and not inside)
 
     def read_input(self, block: Block, fitting: Sequence[tuple[Tensor, Reading]]) -> Tensor | None:
         """Judge the input of a block, and code it anew if its tokens do not have exactly their codes."""
@@ -192,8 +194,10 @@ class CodedRun(FollowedRun):
                 return None
         self.needed = max(self.needed, code_bits(reading.layout))
         codes = self._codebook(reading.layout, self._random, self.images - 1)
-        order = stack.order if stack is not None and stack.layout == reading.layout else None
-        self._stacks[name] = stack = _Stack(reading.layout, codes, order=order)
+        known = stack if stack is not None and stack.layout == reading.layout else None
+        in_order = (reading.index is None and not reading.sequence) or (known is not None and known.in_order)
+        order = None if known is None else known.order
+        self._stacks[name] = stack = _Stack(reading.layout, codes, order=order, in_order=in_order)
         codes = stack.codes_of(reading)
         if reading.index is not None:
             codes = codes[:, reading.index.clamp_min(0)] & (reading.index >= 0)
@@ -220,7 +224,7 @@ class CodedRun(FollowedRun):
         if fitting and not stack.is_unknown(fitting[0][1]):
             verdict, *_ = self._best(stack, fitting)
             if not verdict.reordered.any():
-                self._refuse(path, verdict)
+                self._refuse(path, verdict, inside=True)
 
     def read_values(self, name: str, values: Tensor, tokens: LayerTokens) -> None:
         """Judge the values that a module attends to."""
@@ -230,11 +234,13 @@ class CodedRun(FollowedRun):
             self.unchecked.append(name)
             return
         verdict = self._judge(stack, values, reading)
-        unordered = stack.order is None and reading.layout == stack.layout
-        if verdict.reordered.any() and unordered and reading.index is not None:
+        windows = stack.order is None and reading.layout == stack.layout and reading.index is not None
+        if verdict.reordered.any() and windows and not stack.in_order:
             seen = seen_codes(reading.arrange(values), rough=self._rough)
             stack.order = _read_order(seen, stack.codes, reading.index)
             verdict = self._judge(stack, values, reading)
+        elif windows:
+            stack.in_order = True
         self._refuse(name, verdict, " before it attends to them", clause=3)
         if verdict.lost.any() and not verdict.wrong:
             what = f"attends to constants instead of its tokens ({int(verdict.lost.sum())} of {len(verdict.lost)})"
@@ -254,7 +260,6 @@ class CodedRun(FollowedRun):
         for stack in self._stacks.values():
             if (more := reach_of(name, args, kwargs, stack.layout)) is not None:
                 stack.widen(more, merged=is_coarser(output, operands[0], stack.layout), finer=is_finer(name))
-        operands = operands[:1] if name in BY_SHAPE else operands
         statistics = [each for each in operands if getattr(each, "_statistic", False)]
         if _is_statistic(name, args, kwargs):
             return self._frozen(output)

@@ -230,12 +230,8 @@ class FollowedRun(WithoutAttention):
                     for tokens in windows
                     if (each := window_reading(tensor, tokens, self.images)) is not None
                 ]
-            if (
-                not fitting
-                and windowed
-                and tensor.ndim == 4
-                and (axis := grid_axis(tensor.shape, self.call.size)) is not None
-            ):
+            axis = grid_axis(tensor.shape, self.call.size) if windowed and tensor.ndim == 4 else None
+            if not fitting and axis is not None:
                 layout = TokenLayout(0, *tensor.shape[axis : axis + 2])
                 fitting = [(tensor, each) for each in readings(tensor, layout, self.images)]
             if fitting:
@@ -309,48 +305,60 @@ class Undecided(Exception):
 
 
 class PermutedRun(FollowedRun):
-    """Run of two images, for layers with the same tokens, or whose patches are merged in cells; or raises Undecided."""
+    """Run of two images, for layers with the same tokens; or raises Undecided.
+
+    If patches are merged in cells, these are moved, and a third image has the tokens of each stage in any order.
+    """
 
     def run(self) -> None:
         """Run the model on noise; its exceptions are raised."""
-        layouts = {each for tokens in self._located.values() for each in (tokens.queries, tokens.keys)}
-        self._layouts_of_run = layouts
-        self._coarse = min(layouts, key=lambda layout: layout.num_tokens)
+        self._layouts_of_run = {each for tokens in self._located.values() for each in (tokens.queries, tokens.keys)}
+        self.images = 2 if len(self._layouts_of_run) == 1 else 3
+        self._coarse = min(self._layouts_of_run, key=lambda layout: layout.num_tokens)
         self._order = random_order(self._coarse.num_tokens, torch.Generator().manual_seed(1))
-        self._begun = False
+        self._stage: TokenLayout | None = None
         super().run()
         if self.unchecked:
             raise Undecided
 
     def layouts_before(self, block: str) -> Sequence[TokenLayout]:
         """Return the layouts that tokens may have after the first block began."""
-        return tuple(self._layouts_of_run) if self._begun else ()
+        return tuple(self._layouts_of_run) if self._stage else ()
 
-    def _order_of(self, reading: Reading) -> Tensor:
-        order = order_of_cells(self._order, self._coarse, reading.layout)
-        if order is None:
+    def _orders(self, reading: Reading) -> list[Tensor]:
+        """Return the origins of the tokens of the second image and, in the current stage, of the third."""
+        layout = reading.layout
+        if (order := order_of_cells(self._order, self._coarse, layout)) is None:
             raise Undecided
-        return order
+        if self.images == 2 or layout != self._stage:
+            return [order]
+        return [order, random_order(layout.num_tokens, torch.Generator().manual_seed(3))]
 
     def _check(self, tensor: Tensor, reading: Reading) -> None:
-        tokens, order = reading.arrange(tensor), self._order_of(reading)
+        tokens = reading.arrange(tensor)
         if reading.index is not None:
-            places = torch.full((len(order),), -1, device="cpu")
+            places = torch.full((reading.layout.num_tokens,), -1, device="cpu")
             places[reading.index[reading.index >= 0]] = (reading.index >= 0).nonzero().flatten()
             tokens = tokens[:, places.to(tokens.device)]
-        if not follows_order(tokens, order, rough=self._rough):
-            raise Undecided
+        for image, order in enumerate(self._orders(reading), start=1):
+            if not follows_order(tokens[[0, image]], order, rough=self._rough):
+                raise Undecided
 
     def read_input(self, block: Block, fitting: Sequence[tuple[Tensor, Reading]]) -> Tensor | None:
-        """Give the tokens of the second image another order, or check it."""
+        """Check the order of the tokens of the other images; give them another one at the first block of a stage."""
         tensor, reading = fitting[0]
-        if len(fitting) > 1 or (not self._begun and reading.index is not None):
+        begins, same = self._stage is None, reading.layout == self._stage
+        if len(fitting) > 1 or not (same or reading.index is None):
             raise Undecided
-        if self._begun:
+        if not begins:
             self._check(tensor, reading)
+        if same:
             return None
-        self._begun, tokens = True, reading.arrange(tensor)
-        return reading.restore(torch.stack([tokens[0], tokens[0, self._order_of(reading).to(tokens.device)]]))
+        self._stage, tokens = reading.layout, reading.arrange(tensor).clone()
+        for image, order in enumerate(self._orders(reading), start=1):
+            if begins or image == 2:
+                tokens[image] = tokens[0, order.to(tokens.device)]
+        return reading.restore(tokens)
 
     def read_output(self, path: str, tensors: Sequence[Tensor]) -> None:
         """Check the output of a block."""
@@ -360,12 +368,11 @@ class PermutedRun(FollowedRun):
 
     def read_inside(self, path: str, output: Any) -> None:
         """Check the output of a module inside a block, if it has all tokens."""
-        for tensor, reading in self.found(output, self._blocks[-1].path, windowed=False)[:1]:
-            self._check(tensor, reading)
+        for fitting in self.found(output, self._blocks[-1].path, windowed=False)[:1]:
+            self._check(*fitting)
 
     def read_values(self, name: str, values: Tensor, tokens: LayerTokens) -> None:
         """Check the values that a module attends to."""
-        reading = window_reading(values, tokens, self.images, heads=True)
-        if reading is None:
+        if (reading := window_reading(values, tokens, self.images, heads=True)) is None:
             raise Undecided
         self._check(values, reading)

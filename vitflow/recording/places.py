@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Extent
@@ -25,7 +26,7 @@ from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.certificate import Refusal, blocks_of, certify, set_passed
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import as_tokens, remember_blocks
-from vitflow.recording.isolation import Hook, hooked
+from vitflow.recording.isolation import Hook, checkpointing_error, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.parallel import Layers, layers_of_image
@@ -235,6 +236,8 @@ def _measure(
             except Unmeasured as error:
                 if not (extents or unseen):
                     return {}, _refusal(call, path, layout, error)
+            except CheckpointError as error:
+                raise checkpointing_error(call.model) from error
             except Misplaced as error:
                 return {}, _refusal(call, path, layout, error)
     return extents, None

@@ -316,7 +316,7 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
     """Return the channel axis of a tensor with the tokens of a layout, or None."""
     counts = (layout.num_patches, layout.num_tokens)
     if len(shape) == 3:
-        return 2 if shape[1] in counts or shape[0] in counts else None
+        return 2 if shape[1] in counts or shape[0] in counts else 1 if shape[2] in counts else None
     for axis, (rows, cols) in ((3, shape[1:3]), (1, shape[2:])):
         if rows and cols and rows % layout.rows == 0 and cols % layout.cols == 0:
             return axis

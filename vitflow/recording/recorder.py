@@ -199,6 +199,8 @@ class record_attention:
         streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
+        for path in sorted({block for block, *_ in streams} & set(modules)):
+            yield Hook(modules[path], partial(self._keep_entered, path), before=True)
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
             self._watch = HeadWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
@@ -269,6 +271,9 @@ class record_attention:
         if path in self.trace.passed or tokens is None or not tokens.requires_grad:
             tokens = None  # of several runs
         self.trace.passed[path] = tokens
+
+    def _keep_entered(self, path: str, args: Any, kwargs: Any) -> None:
+        self._keep_stream(f"input of {path}", args, [args, kwargs])
 
     # -- one forward pass ---------------------------------------------------------------------------------------------
 

@@ -241,12 +241,14 @@ def _side(before: int, after: int) -> float:
 class Verdict:
     """Judgement of the tokens of one tensor; masks are [places].
 
-    `exact` is True if each token that is judged has its own code alone.
+    `displaced` is True if some token is not computed from itself, and `exact` if each token that is judged has its own
+    code alone.
     """
 
     lost: Tensor
     reordered: Tensor
     mixed: Tensor
+    displaced: bool
     exact: bool
 
     @property
@@ -269,7 +271,8 @@ def judge(seen: Tensor, expected: Expected) -> Verdict:
             seen[:, wrong].sum(dim=0)[:, None] == own.sum(dim=0)
         )
         reordered[wrong] = of_other.any(dim=1)
-    return Verdict(lost, reordered, wrong & ~reordered, bool((exact | ~expected.known).all()))
+    displaced, every = bool((wrong & ~contains).any()), bool((exact | ~expected.known).all())
+    return Verdict(lost, reordered, wrong & ~reordered, displaced, every)
 
 
 def random_order(tokens: int, random: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from vitflow.errors import NoGradientError, OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.images.geometry import Extent
@@ -46,7 +47,7 @@ class Trace(RecordedLayers):
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
         passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
-            by module path; None for several runs.
+            by module path, and inputs of the blocks, as "input of …"; None for several runs.
         output: what the model returned.
         affinities: patch affinities by kind, patch grid and first layer, filled on request.
     """
@@ -334,12 +335,7 @@ class Trace(RecordedLayers):
             )
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
-        try:
-            raw = self._differentiate([scores], [torch.full_like(scores, scale)], inputs)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):  # torch's checkpointing does not support torch.autograd.grad
-                raise
-            raise checkpointing_error(self.model) from error
+        raw = self._differentiate([scores], [torch.full_like(scores, scale)], inputs)
         some = self.known_top is not None and any(gradient is None for gradient in raw[: len(parts)])
         unread = self.head.unread_layers() if some else ()
         for (name, _), gradient in zip(parts, raw, strict=False):
@@ -373,7 +369,11 @@ class Trace(RecordedLayers):
                     continue
                 roots, weights = [source], [total]
             tensors = [*inputs, *(cut.tokens for cut in cuts[:below])]
-            gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
+            try:
+                gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:  # checkpointing does not support torch.autograd.grad, or hooks of one pass
+                checkpointed = "use_reentrant" in str(error) or isinstance(error, CheckpointError)
+                raise (checkpointing_error(self.model) if checkpointed else error) from None
             for index, gradient in enumerate(gradients):
                 before = totals[index]
                 totals[index] = gradient if before is None else before if gradient is None else before + gradient
