@@ -9,6 +9,7 @@ import pytest
 import vitflow
 from vitflow.demo import sample_images
 
+IMAGE = sample_images()[0]
 #: Command lines that load no torch, with their exit code and a word of what they report.
 QUICK = [
     ("--help", 0, ""),
@@ -19,6 +20,7 @@ QUICK = [
     ("methods rolout", 2, "Did you mean 'rollout'"),
     ("explain", 2, ""),
     ("nonsense", 2, ""),
+    ("explain x.png", 2, "x.png does not exist"),
     ("explain x.png --discard-ratio much", 2, ""),
     ("explain x.png --fit stretch", 2, ""),
     ("compare x.png --method rollout:layer=3", 2, "Unknown rollout option 'layer'"),
@@ -26,11 +28,11 @@ QUICK = [
     ("evaluate demo:2 --metric roc", 2, "Did you mean 'roc_auc'?"),
     *(
         (f"{command} --method rolout", 2, "Unknown method 'rolout'. Did you mean 'rollout'?")
-        for command in ("explain x.png", "compare x.png", "evaluate demo:1")
+        for command in (f"explain {IMAGE}", f"compare {IMAGE}", "evaluate demo:1")
     ),
     *(
         (f"{command} --method centre --layers 3", 2, "Unknown centre option 'layers'")
-        for command in ("explain x.png", "compare x.png", "folder . -o out")
+        for command in (f"explain {IMAGE}", f"compare {IMAGE}", "folder . -o out")
     ),
 ]
 HEAVY = "scipy matplotlib networkx numba pandas jinja2 transformers open_clip captum pytorch_grad_cam ray"
@@ -45,7 +47,7 @@ EXPLAIN = """
 from vitflow.cli import cli
 for method in ("rollout", "gae"):
     cli(["explain", IMAGE, "--model", "demo", "--method", method, "-o", "map.png"], standalone_mode=False)
-""".replace("IMAGE", repr(str(sample_images()[0])))
+""".replace("IMAGE", repr(str(IMAGE)))
 CHOOSE = """
 from vitflow.registry.choices import choose_methods
 [one] = choose_methods([("rollout", {"residual": 0.3})], {"head_fusion": "min"})

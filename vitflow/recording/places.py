@@ -109,7 +109,7 @@ def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | Non
     """Return the layout that the model declares or its blocks have, or None, as methods without attention need none."""
     blocks = block_paths(call.model)
     of_features = next((features.shape[1] for features in trace.features.values() if features.ndim == 3), None)
-    of_blocks = None if trace.watch is None else trace.watch.num_tokens
+    of_blocks = None if trace.watch is None or not blocks else trace.watch.num_tokens
     for tokens in dict.fromkeys((of_features, of_blocks)):
         with suppress(UnsupportedModelError):
             layout = given or declared_layout(call, tokens)
