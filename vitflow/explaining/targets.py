@@ -135,7 +135,7 @@ def resolve_targets(
     if probabilities is None:
         if any(target is not None for target in requested):
             raise OptionError(
-                f"This model has no classes [batch, classes]; got target {requested[0]!r}. Leave it out, or pass a "
+                f"This model has no classes; got target {requested[0]!r}. Leave it out, or pass a "
                 "function in Python: outputs=lambda output: output[:, 1].mean((1, 2)) for class 1 of a segmentation."
             )
         return [None]
