@@ -427,4 +427,4 @@ def test_initial_values_that_weights_replace_are_not_drawn():
 def test_the_classes_of_imagenet_are_those_of_timm(count):
     info = ImageNetInfo(infer_imagenet_subset({"num_classes": count}))
     expected = [(id, *info.label_name_to_description(id).split(", ")) for id in info.label_names()]
-    assert list(imagenet_classes(count)) == expected and len(set(imagenet_names(count))) > 0.99 * count
+    assert list(imagenet_classes(count)) == expected and len(set(imagenet_names(count))) > 0.97 * count  # homonyms

@@ -246,7 +246,7 @@ def test_registers_drawn_with_the_seed_of_a_run_are_no_replaced_tokens():
 def test_a_statistic_that_scales_tokens_is_no_mixing():
     class Excite(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * x.mean(1, keepdim=True).sigmoid()
+            return x * x.mean(1, keepdim=True).sigmoid().expand_as(x)
 
     model, restore = planted("plain", Excite())
     try:

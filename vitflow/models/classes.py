@@ -139,7 +139,7 @@ def imagenet_classes(count: int) -> tuple[tuple[str, ...], ...] | None:
 
 @cache
 def imagenet_names(count: int) -> list[str] | None:
-    """Return a short, unique name for each of ImageNet's classes; None if it has no list of as many."""
+    """Return a short name for each of ImageNet's classes, unique but for homonyms; None if it has no such list."""
     classes = imagenet_classes(count)
     return _shortest_unique([", ".join(names) for _, *names in classes]) if classes else None
 

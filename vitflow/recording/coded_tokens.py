@@ -27,7 +27,7 @@ from vitflow.recording.token_codes import (
     seen_codes,
     window_reading,
 )
-from vitflow.recording.value_dependence import function_name, mark_of
+from vitflow.recording.value_dependence import BY_SHAPE, function_name, mark_of
 
 # Functions by which a statistic of all tokens may scale tokens.
 _SCALING = {"mul", "multiply", "div", "true_divide", "matmul", "bmm", "einsum"}
@@ -234,12 +234,12 @@ class CodedRun(FollowedRun):
             self.unchecked.append(name)
             return
         verdict = self._judge(stack, values, reading)
-        windows = stack.order is None and reading.layout == stack.layout and reading.index is not None
-        if verdict.reordered.any() and windows and not stack.in_order:
+        index = reading.index if stack.order is None and reading.layout == stack.layout else None
+        if verdict.reordered.any() and index is not None and not stack.in_order:
             seen = seen_codes(reading.arrange(values), rough=self._rough)
-            stack.order = _read_order(seen, stack.codes, reading.index)
+            stack.order = _read_order(seen, stack.codes, index)
             verdict = self._judge(stack, values, reading)
-        elif windows:
+        elif index is not None:
             stack.in_order = True
         self._refuse(name, verdict, " before it attends to them", clause=3)
         if verdict.lost.any() and not verdict.wrong:
@@ -260,6 +260,7 @@ class CodedRun(FollowedRun):
         for stack in self._stacks.values():
             if (more := reach_of(name, args, kwargs, stack.layout)) is not None:
                 stack.widen(more, merged=is_coarser(output, operands[0], stack.layout), finer=is_finer(name))
+        operands = operands[:1] if name in BY_SHAPE else operands
         statistics = [each for each in operands if getattr(each, "_statistic", False)]
         if _is_statistic(name, args, kwargs):
             return self._frozen(output)

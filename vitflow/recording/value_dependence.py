@@ -20,7 +20,7 @@ _LEAVING |= {f"__{name}__" for name in ("bool", "int", "float", "index", "contai
 # Functions that read only the shape or type of their tensors, or find invalid numbers, and those whose further
 # tensors give a shape.
 _SHAPE_ONLY = {"isnan", "isinf", "isfinite", "shape", "size", "dim", "numel", "stride", "dtype", "device", "layout"}
-_BY_SHAPE = {"to", "broadcast_to", "type_as", "expand_as", "view_as", "reshape_as"}
+BY_SHAPE = {"to", "broadcast_to", "type_as", "expand_as", "view_as", "reshape_as"}
 _ROUNDING = {"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"}
 _CLIPS = {"relu", "relu6", "clamp", "clip", "clamp_min", "clamp_max", "threshold", "hardtanh", "hardsigmoid"}
 _INDEXING = {"__getitem__", "__setitem__", "gather", "embedding", "take", "take_along_dim", "masked_select"}
@@ -59,7 +59,7 @@ class ValueDependence(TorchFunctionMode):
         if name in _LEAVING:
             self._choose(f"by a Python number ({name.strip('_')})")
             return func(*args, **kwargs)
-        if name in _BY_SHAPE:
+        if name in BY_SHAPE:
             bits, marked = mark_of(operands[:1]), [each for each in operands[:1] if mark_of([each])]
         if (how := _choice(name, args, kwargs, marked)) is not None:
             self._choose(how)
