@@ -49,7 +49,7 @@ class _Stack:
         reach: of convolutions and pooling since the codes were given.
         merging: further reach of those that returned a coarser grid, such as the keys of some attention.
         order: place of each patch among the tokens of a sequence, if they are not in raster order.
-        in_order: True if they are a grid, or attention read them in raster order, so that no other order may follow.
+        in_order: True if attention read them in raster order, so that no other order may follow.
     """
 
     layout: TokenLayout
@@ -195,7 +195,7 @@ class CodedRun(FollowedRun):
         self.needed = max(self.needed, code_bits(reading.layout))
         codes = self._codebook(reading.layout, self._random, self.images - 1)
         known = stack if stack is not None and stack.layout == reading.layout else None
-        in_order = (reading.index is None and not reading.sequence) or (known is not None and known.in_order)
+        in_order = known is not None and known.in_order
         order = None if known is None else known.order
         self._stacks[name] = stack = _Stack(reading.layout, codes, order=order, in_order=in_order)
         codes = stack.codes_of(reading)
