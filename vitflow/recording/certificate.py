@@ -24,6 +24,7 @@ from vitflow.recording.experiment import Call
 from vitflow.recording.followed_tokens import Fault, FollowedRun, PermutedRun, Undecided
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, ModuleAttention, stack_of
+from vitflow.recording.parallel import layers_of_image
 from vitflow.recording.token_codes import code_bits, random_halves, striped_codes
 from vitflow.recording.without_attention import WithoutAttention
 
@@ -115,9 +116,14 @@ def certify_features(call: Call, layout: TokenLayout | None) -> Certificate | No
         survey = _Survey(call.model)
         with suppress(Exception), call.experiment(survey.hooks()), survey:
             call(call.noise(1))
-        names = [layer.name for layer in survey.layers]
-        above = decoder_stacks(survey.layers, 1) if names else set()
-        layers = [layer for layer in survey.layers if stack_of(layer.name) not in above]
+        modules, every = layers_of_image(call), list[AttentionLayer]()
+        for layer in survey.layers:
+            name = modules.layer(layer.name)[0]
+            if name == layer.name or all(each.name != name for each in every):
+                every.append(replace(layer, name=name))
+        names = [layer.name for layer in every]
+        above = decoder_stacks(every, 1) if names else set()
+        layers = [layer for layer in every if stack_of(layer.name) not in above]
         with suppress(UnsupportedModelError):
             noise = call.noise(1)
             one = replace(call, args=(noise,), kwargs={}, pixels=noise)
@@ -172,7 +178,7 @@ def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str
         with suppress(Undecided):
             error = _error_of(run)
             return _certificate("permuted", run) if error is None else Certificate("", error=error)
-    ordered = any(each.key_index is not None and each.windows == 1 for each in located.values())
+    ordered = any(each.windows == 1 and _is_reordered(each.key_index) for each in located.values())
     exact = exact or plain or ordered
     runs = [] if exact else [("halves", random_halves, 6)]
     for scheme, codebook, bits in (*runs, ("codes", striped_codes, max(map(code_bits, layouts)))):
@@ -192,6 +198,11 @@ def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str
         if not coded.faults:
             break
     return replace(_certificate(scheme, coded), lost=coded.lost)
+
+
+def _is_reordered(index: Tensor | None) -> bool:
+    """Return True if the keys [windows, keys] of a window are in another order than their tokens."""
+    return index is not None and bool((index[index >= 0].diff() < 0).any())
 
 
 def _error_of(run: FollowedRun) -> str | None:

@@ -185,21 +185,13 @@ def expected_codes(codes: Tensor, layout: TokenLayout, other: TokenLayout, reach
     grid = codes[:, layout.patches].float().unflatten(1, (layout.rows, layout.cols))
     sides = [_side(*pair) for pair in ((layout.rows, other.rows), (layout.cols, other.cols))]
     near = [min(int(-(-each // 1)), count - 1) for each, count in zip(reach, grid.shape[1:], strict=True)]
-    wide = functional.pad(grid, (near[1], near[1], near[0], near[0]))
-    spread = functional.max_pool2d(wide, (2 * near[0] + 1, 2 * near[1] + 1), stride=1) if any(near) else grid
     index = [
         (torch.arange(count, device="cpu") * side).clamp_max(before - 1).long()
         for count, side, before in zip((other.rows, other.cols), sides, grid.shape[1:], strict=True)
     ]
+    behind = [near[axis] + max(1, int(sides[axis])) - 1 for axis in (0, 1)]
     own = grid[:, index[0]][:, :, index[1]]
-    allowed = spread[:, index[0]][:, :, index[1]]
-    for down in range(max(1, int(sides[0]))):
-        for across in range(max(1, int(sides[1]))):
-            cell = [
-                (each + more).clamp_max(n - 1)
-                for each, more, n in zip(index, (down, across), grid.shape[1:], strict=True)
-            ]
-            allowed = torch.maximum(allowed, spread[:, cell[0]][:, :, cell[1]])
+    allowed = _largest_around(grid, near, behind)[:, index[0]][:, :, index[1]]
     patches = [each.flatten(1).bool() for each in (own, allowed)]
     known = torch.ones(other.num_tokens, dtype=torch.bool, device="cpu")
     every = []
@@ -230,6 +222,15 @@ def first_of_cells(fine: TokenLayout, coarse: TokenLayout) -> Tensor | None:
     )
     patches = (rows[:, None] * fine.cols + cols).flatten() + fine.num_prefix_tokens
     return torch.cat([torch.arange(fine.num_prefix_tokens, device="cpu"), patches])
+
+
+def _largest_around(grid: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """Return the largest entry of [bits, rows, cols] from so many rows and columns before each one to those after."""
+    down = functional.pad(grid, (0, 0, before[0], after[0]))
+    down = functional.max_pool2d(down, (before[0] + after[0] + 1, 1), stride=1)
+    return functional.max_pool2d(
+        functional.pad(down, (before[1], after[1], 0, 0)), (1, before[1] + after[1] + 1), stride=1
+    )
 
 
 def _side(before: int, after: int) -> float:
@@ -265,14 +266,15 @@ def judge(seen: Tensor, expected: Expected) -> Verdict:
     contains = ((own <= seen) | expected.merged).all(dim=0)
     fine = exact | ((seen <= allowed).all(dim=0) & contains)
     wrong = expected.known & ~lost & ~fine
-    reordered = torch.zeros_like(wrong)
-    if wrong.any():
-        of_other = (seen[:, wrong].float().T @ own.float() == own.sum(dim=0)) & (
-            seen[:, wrong].sum(dim=0)[:, None] == own.sum(dim=0)
-        )
-        reordered[wrong] = of_other.any(dim=1)
+    reordered = wrong.clone()
+    reordered[wrong] = torch.isin(_numbers(seen[:, wrong]), _numbers(own))
     displaced, every = bool((wrong & ~contains).any()), bool((exact | ~expected.known).all())
     return Verdict(lost, reordered, wrong & ~reordered, displaced, every)
+
+
+def _numbers(codes: Tensor) -> Tensor:
+    """Return codes [bits, places] as numbers, [places]."""
+    return (codes.long() << torch.arange(len(codes), device=codes.device)[:, None]).sum(dim=0)
 
 
 def random_order(tokens: int, random: torch.Generator) -> Tensor:
