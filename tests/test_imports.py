@@ -20,7 +20,6 @@ QUICK = [
     ("methods rolout", 2, "Did you mean 'rollout'"),
     ("explain", 2, ""),
     ("nonsense", 2, ""),
-    ("explain x.png", 2, "x.png does not exist"),
     ("explain x.png --discard-ratio much", 2, ""),
     ("explain x.png --fit stretch", 2, ""),
     ("compare x.png --method rollout:layer=3", 2, "Unknown rollout option 'layer'"),

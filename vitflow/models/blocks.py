@@ -92,12 +92,20 @@ def _first_norms(blocks: nn.Module) -> list[str]:
 def _listed_norms(model: nn.Module) -> list[str]:
     """Return the first layer norm of each element of the outermost lists of modules of one class with layer norms.
 
-    Lists of lists are left out: an inner list is not a module that runs, so that its residuals are outside of it.
+    Lists of lists are left out: an inner list is not a module that runs, so that its residuals are outside of it. Models
+    of transformers have none: their other lists, as of detectors, have tokens of several grids or queries.
     """
+    if pretrained_of(model) is not None:
+        return []
     lists: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(each) for each in module}) == 1
-        if not alike or len(module) < 2 or any(f"{path}.".startswith(f"{outer}.") for outer in lists):
+        if (
+            not alike
+            or len(module) < 2
+            or "decoder" in path.lower()
+            or any(f"{path}.".startswith(f"{outer}.") for outer in lists)
+        ):
             continue
         norms = {f"{path}.{name}.": _first_layer_norm(block) for name, block in module.named_children()}
         if isinstance(module[0], nn.ModuleList):

@@ -31,7 +31,7 @@ from vitflow.recording.token_codes import (
     readings,
     window_reading,
 )
-from vitflow.recording.value_dependence import ValueDependence, mark_of
+from vitflow.recording.value_dependence import SAMPLED, ValueDependence, mark_of
 from vitflow.recording.without_attention import WithoutAttention
 
 
@@ -197,7 +197,7 @@ class FollowedRun(WithoutAttention):
             self._suspected.append(Fault(path, what, clause, moves, frozenset(self._finished)))
 
     def _choose(self, how: str) -> None:
-        self.suspect(f"chooses {how} that depends on the values of the image", 1, moves=True)
+        self.suspect(f"chooses {how} that depends on the values of the image", 1, moves=how != SAMPLED)
 
     def _confirm_suspected(self) -> None:
         self.faults += self._suspected

@@ -24,6 +24,8 @@ BY_SHAPE = {"to", "broadcast_to", "type_as", "expand_as", "view_as", "reshape_as
 _ROUNDING = {"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"}
 _CLIPS = {"relu", "relu6", "clamp", "clip", "clamp_min", "clamp_max", "threshold", "hardtanh", "hardsigmoid"}
 _INDEXING = {"__getitem__", "__setitem__", "gather", "embedding", "take", "take_along_dim", "masked_select"}
+#: Choice of positions that change continuously with the image, as in deformable attention: it mixes tokens.
+SAMPLED = "positions (grid_sample)"
 _SORTING = {"sort", "topk", "argsort", "msort", "kthvalue", "unique", "nonzero", "multinomial", "bincount"}
 
 
@@ -102,7 +104,7 @@ def _choice(name: str, args: Sequence[Any], kwargs: Any, marked: Sequence[Tensor
         by_channel = source.ndim > 2 and isinstance(dim, int) and dim % source.ndim == source.ndim - 1
         return None if by_channel and name in ("sort", "topk", "kthvalue", "argsort") else f"tokens by {name}"
     if name == "grid_sample" and len(args) > 1 and mark_of([args[1]]):
-        return "positions (grid_sample)"
+        return SAMPLED
     if name in ("cat", "stack", "concat", "copy"):
         return None
     others = [each for each in marked if not _is_jump(each)]
