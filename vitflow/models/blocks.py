@@ -92,8 +92,8 @@ def _first_norms(blocks: nn.Module) -> list[str]:
 def _listed_norms(model: nn.Module) -> list[str]:
     """Return the first layer norm of each element of the outermost lists of modules of one class with layer norms.
 
-    Lists of lists are left out: an inner list is not a module that runs, so that its residuals are outside of it. Models
-    of transformers have none: their other lists, as of detectors, have tokens of several grids or queries.
+    Lists of lists are left out: an inner list is not a module that runs, so that its residuals are outside of it.
+    Models of transformers have none: their other lists, as of detectors, have tokens of several grids or queries.
     """
     if pretrained_of(model) is not None:
         return []
