@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
         r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|Head|Readouts|ReadBlock|Coordinate|ModuleAttention|Panel)",
     ),
     (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Table|TextRow|Values)"),
-    (r"py:class", r"vitflow\..*\.(_Token|LargestValues)"),
+    (r"py:class", r"vitflow\..*\.(_Token|LargestValues|Certificate|HeadWatch)"),
 ]
 
 
