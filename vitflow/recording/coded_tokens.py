@@ -21,6 +21,7 @@ from vitflow.recording.token_codes import (
     Reading,
     Verdict,
     code_bits,
+    code_numbers,
     coded,
     expected_codes,
     judge,
@@ -288,18 +289,14 @@ def _read_order(seen: Tensor, codes: Tensor, index: Tensor) -> Tensor | None:
 
     `seen` are the codes at some places [bits, places], and `index` the patch there, or −1.
     """
-    place = _matching(seen[:, index >= 0], codes)
+    numbers, tokens = code_numbers(codes).sort()
+    wanted = code_numbers(seen[:, index >= 0])
+    nearest = torch.searchsorted(numbers, wanted).clamp_max(len(numbers) - 1)
+    place = torch.where(numbers[nearest] == wanted, tokens[nearest], -1)
     order = torch.full((codes.shape[1],), -1, device="cpu")
     order[index[index >= 0]] = place
     every = torch.arange(codes.shape[1], device="cpu")
     return order if torch.equal(order.sort().values, every) else None
-
-
-def _matching(seen: Tensor, codes: Tensor) -> Tensor:
-    """Return the number of the token whose code is that of each place, −1 if there is none."""
-    same = (seen.float().T @ codes.float()) == codes.sum(dim=0)
-    same &= seen.sum(dim=0)[:, None] == codes.sum(dim=0)
-    return torch.where(same.any(dim=1), same.float().argmax(dim=1), -1)
 
 
 def _is_statistic(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -69,7 +69,7 @@ class FollowedRun(WithoutAttention):
     Args:
         located: tokens of the layers of each recorded attention module, by its path.
         blocks: the block of each of these modules, by its path.
-        values: follows the values of the run, if they were not followed before.
+        rough: True for weights of 8 bits, whose rounding depends on all tokens.
     """
 
     images = 2
@@ -88,6 +88,7 @@ class FollowedRun(WithoutAttention):
             self._names[block].append(name)
         for path in _siblings(call.model, list(self._names)):
             self._names[path] = []
+        self._weights = {each.data_ptr() for each in call.model.parameters()}
         self._running: list[str] = []
         self._finished: set[str] = set()
         self._blocks: list[Block] = []
@@ -252,8 +253,7 @@ class FollowedRun(WithoutAttention):
         tokens = self.read_input(block, fitting)
         if tokens is None:
             return None
-        weights = {each.data_ptr() for each in self.call.model.parameters()}
-        if given.data_ptr() not in weights and not given.is_inference() and 0 not in given.stride():
+        if given.data_ptr() not in self._weights and not given.is_inference() and 0 not in given.stride():
             given.copy_(tokens)  # a residual outside of the block reads the same tensor
             return None
         self.values.mark([tokens], mark_of([given]))

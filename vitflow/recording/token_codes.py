@@ -267,12 +267,12 @@ def judge(seen: Tensor, expected: Expected) -> Verdict:
     fine = exact | ((seen <= allowed).all(dim=0) & contains)
     wrong = expected.known & ~lost & ~fine
     reordered = wrong.clone()
-    reordered[wrong] = torch.isin(_numbers(seen[:, wrong]), _numbers(own))
+    reordered[wrong] = torch.isin(code_numbers(seen[:, wrong]), code_numbers(own))
     displaced, every = bool((wrong & ~contains).any()), bool((exact | ~expected.known).all())
     return Verdict(lost, reordered, wrong & ~reordered, displaced, every)
 
 
-def _numbers(codes: Tensor) -> Tensor:
+def code_numbers(codes: Tensor) -> Tensor:
     """Return codes [bits, places] as numbers, [places]."""
     return (codes.long() << torch.arange(len(codes), device=codes.device)[:, None]).sum(dim=0)
 
