@@ -3,8 +3,7 @@
     python examples/pronoun.py [--model bert-base-uncased]
 
 BERT fills the gap in "the author talked to Sara about [MASK] book": is it his or her book, and does the gap rest on the
-author or on Sara? Needs a masked language model, from the hub or a folder; without one it says so. Writes a graph as in
-the paper for each sentence, pronoun-1.png and pronoun-2.png.
+author or on Sara? Needs a masked language model, from the hub or a folder; without one it says so.
 """
 
 import argparse
@@ -30,7 +29,7 @@ if __name__ == "__main__":
         model, tokenizer = load_language_model(given.model)
     except vitflow.VitflowError as error:
         sys.exit(f"{error}\nThis example needs a masked language model: the hub, or --model FOLDER.")
-    for number, (sentence, candidates) in enumerate(SENTENCES, start=1):
+    for sentence, candidates in SENTENCES:
         text = sentence.format(mask=tokenizer.mask_token)
         inputs = tokenizer(text, return_tensors="pt")
         gap = int((inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0])
@@ -47,4 +46,3 @@ if __name__ == "__main__":
                 f"{word} {share / sum(shares):.0%}" for word, share in zip(candidates, shares, strict=True)
             )
             print(f"  {method}: {reported}")
-        print(f"  {reading.graph(special=False).save(f'pronoun-{number}.png')}")

@@ -23,8 +23,7 @@ OTHERS = {
     "gallery/boxes.jpg": "of a detector that tools/train_detector.py trains for five minutes",
     "gallery/clip.png": "drawn by benchmarks/clips.py --figure",
     "gallery/video.png": "of a video model that benchmarks/clips.py trains for 25 minutes",
-    "words-graph.png": "of all-MiniLM-L6-v2, which is not bundled: --view graph of the example in README.md",
-    "words-text.png": "of the same model: the example in README.md",
+    "words-text.png": "of all-MiniLM-L6-v2, which is not bundled: the example in README.md",
 }
 
 #: Redrawn images are compared in this width: rounding, fonts and JPEG leave less than this between them, in steps of

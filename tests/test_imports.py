@@ -23,7 +23,7 @@ QUICK = [
     ("explain x.png --discard-ratio much", 2, ""),
     ("explain x.png --fit stretch", 2, ""),
     ("compare x.png --method rollout:layer=3", 2, "Unknown rollout option 'layer'"),
-    ("read --prompt a --model x --view graph", 2, "--view graph"),
+    ("read --prompt a --model x --target b", 2, "--target"),
     ("evaluate demo:2 --metric roc", 2, "Did you mean 'roc_auc'?"),
     *(
         (f"{command} --method rolout", 2, "Unknown method 'rolout'. Did you mean 'rollout'?")

@@ -154,7 +154,6 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
         ([], "got neither"),
         (["a", "--generate", 3], "--generate requires --prompt"),
         (["--prompt", "a", "--target", "a"], "--target cannot be used with --prompt, .*: omit it"),
-        (["--prompt", "a", "--view", "graph"], "vitflow read TEXT draws graphs"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
         (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),

@@ -12,8 +12,7 @@ from PIL import Image
 
 from tests.images.test_figures import check_apart
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.text.graph import GraphView, Panel
-from vitflow.text.view import POSITIVE, ShadedText
+from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, PATCHES, RowSummary, Words, hide
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
@@ -40,12 +39,9 @@ WORDS = words_of()
 WEIGHTS = np.array([0.3, 0.01, 0.25, 0.01, 0.01, 0.05, 0.1, 0.02, 0.15, 0.02, 0.03, 0.05])
 
 
-def views_of(words: Words, **frame) -> list:
-    """Return a view of each kind of the same words."""
-    graph = np.random.default_rng(0).dirichlet(np.ones(words.length), size=(3, words.length))
-    note = frame.get("caption", "")
-    panels = [Panel("raw attention", graph, 0 * graph, note=note), Panel("flow", graph, graph)]
-    return [ShadedText(words, graph[0, 0], selected=(1,), **frame), GraphView(words, panels, selected=(1,), **frame)]
+def view_of(words: Words, **frame) -> ShadedText:
+    """Return random weights of these words."""
+    return ShadedText(words, np.random.default_rng(0).dirichlet(np.ones(words.length)), selected=(1,), **frame)
 
 
 def test_the_summary_reports_shares_and_entropy():
@@ -96,7 +92,7 @@ def shades_of(view: ShadedText) -> dict[str, float]:
         boxes = [box for box in line.get_children() if isinstance(box, Rectangle) and box.get_height() == 10]
         labels = [text for text in line.get_children() if isinstance(text, Text) and text.get_position()[1] > 1]
         for box, text in zip(boxes, labels, strict=False):  # the legend has shades without texts
-            shades[text.get_text()] = (1 - box.get_facecolor()[0]) / (1 - POSITIVE[0])
+            shades[text.get_text()] = (1 - box.get_facecolor()[0]) / (1 - 43 / 255)
     return shades
 
 
@@ -138,18 +134,9 @@ def test_weights_that_fit_no_token_are_refused():
         ShadedText(WORDS, WEIGHTS, selected=(12,))
 
 
-def test_a_graph_leaves_hidden_tokens_out_and_reports_its_strongest_edges():
-    graph = np.zeros((1, 12, 12))
-    graph[0, 8, 2], graph[0, 8, 0] = 0.7, 0.3
-    view = GraphView(WORDS, [Panel("raw attention", graph, graph)], selected=(8,), hidden=hide(WORDS))
-    assert "raw attention: key 70 %" in view.text() and "[CLS]" not in view.text()
-    assert "Not shown: special tokens (30 % of the weight)." in view.text()
-
-
-@pytest.mark.parametrize("number", range(2), ids=["shaded", "graph"])
-def test_hostile_words_titles_and_captions_are_shown_as_text(number, tmp_path):
+def test_hostile_words_titles_and_captions_are_shown_as_text(tmp_path):
     evil = "\x1b]0;owned\x07\x9b31m\u202e\u200b"
-    view = views_of(words_of(HOSTILE), title=evil, caption=evil)[number]
+    view = view_of(words_of(HOSTILE), title=evil, caption=evil)
     for text in (view.text(), str(view)):
         assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
     with Image.open(view.save(tmp_path / "view.png")) as image:
@@ -164,8 +151,7 @@ WIDE = words_of([*HOSTILE, "$x_1$", " $y$", " WWWWWWWWWWWWWWWWWWWWWWWWWW", *(f" 
 
 @pytest.mark.parametrize("words", [words_of("ab"), WIDE], ids=["short", "wide"])
 def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
-    for view in views_of(words, title=f"Title {LONG}", caption=LONG):
-        figure = view.figure()
-        assert len(check_apart(figure)) >= words.length
-        shown = (text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip())
-        assert not any(text.get_parse_math() for text in shown)
+    figure = view_of(words, title=f"Title {LONG}", caption=LONG).figure()
+    assert len(check_apart(figure)) >= words.length
+    shown = (text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip())
+    assert not any(text.get_parse_math() for text in shown)

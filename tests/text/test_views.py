@@ -8,8 +8,6 @@ import vitflow
 from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
-from vitflow.text.graph import MOST_TOKENS
-from vitflow.text.words import ENGLISH_STOP_WORDS
 
 STRINGS = ("<s>", "the", " key", " is", " here")
 
@@ -52,39 +50,6 @@ def test_what_comes_after_the_requested_token_is_unseen_by_a_decoder():
     assert not np.isnan(reading(causal=False).shaded().weights).any()
     np.testing.assert_allclose(view.weights[:4], actual.weights[:4])
     assert view.title == "Attribution of “is”" and view.caption == "Attention rollout · m"
-
-
-def test_the_graph_shows_raw_attention_rollout_and_flow_of_each_layer():
-    actual = reading()
-    raw, rollout, flow = actual.graph().panels
-    np.testing.assert_allclose(raw.matrices, actual.matrices, rtol=1e-6)
-    expected = np.eye(5)
-    for layer, drawn in zip(actual.matrices, rollout.matrices, strict=True):
-        expected = (0.5 * layer + 0.5 * np.eye(5)) @ expected
-        np.testing.assert_allclose(drawn, expected, atol=1e-6)
-    # One layer's flow is its row; rows of later layers sum to 1, too.
-    np.testing.assert_allclose(flow.matrices[0], rollout.matrices[0], atol=1e-6)
-    np.testing.assert_allclose(flow.matrices.sum(axis=-1), 1, atol=1e-6)
-    np.testing.assert_allclose(rollout.paths[:, 3], rollout.matrices[:, 3])
-    assert rollout.paths.sum() == pytest.approx(3, abs=1e-5)  # the asked token's rows alone
-
-
-def test_the_paths_of_raw_attention_carry_what_arrives():
-    actual = reading()
-    paths = actual.graph().panels[0].paths
-    expected = np.eye(5)[3] @ actual.matrices[2] @ actual.matrices[1] @ actual.matrices[0]
-    np.testing.assert_allclose(paths[0].sum(axis=0), expected, atol=1e-6)
-
-
-def test_a_text_too_long_for_a_graph_is_refused_before_any_flow_is_solved():
-    long = reading(["<s>", *([" the", " key"] * (MOST_TOKENS // 2))], layers=1)
-    with pytest.raises(OptionError, match=f"at most {MOST_TOKENS} tokens .* got {MOST_TOKENS + 1} and 1"):
-        long.graph()
-    assert long.graph(stop_words=ENGLISH_STOP_WORDS).hidden
-    with pytest.raises(OptionError, match="got 5 and 49"):
-        reading(layers=49).graph()
-    with pytest.raises(OptionError, match="shorten"):
-        reading(matrices=None).graph()
 
 
 def test_one_written_token_is_shaded_over_all_that_it_read():

@@ -35,7 +35,6 @@ from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, text_method
     "Output word (a single token) to explain with gae.  [default: the most probable]",
 )
 @shared.text_method_options
-@shared.option("", "--view", ("text", "graph"), "View of TEXT to print and draw: the text, or graphs.", default="text")
 @shared.option("", "--hide-special", bool, "Hide special tokens; the caption says so.")
 @shared.option(
     "",
@@ -44,8 +43,8 @@ from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, text_method
     "Do not shade these words (a file with one word per line); the caption says so.",
 )
 @shared.option("", "--html", shared.NEW_FILE, "Write an interactive page.")
-@shared.option("", "--png", shared.NEW_FILE, "Write the view as .png, .pdf or .svg.")
-@shared.option("", "--json as_json", bool, "Print one JSON object with all values instead of the view.")
+@shared.option("", "--png", shared.NEW_FILE, "Write the shaded text as .png, .pdf or .svg.")
+@shared.option("", "--json as_json", bool, "Print one JSON object with all values instead.")
 def read(text: str | None, **given: Any) -> None:
     """Attribute a word of TEXT, or each generated word, to the input tokens.
 
@@ -66,10 +65,8 @@ def read(text: str | None, **given: Any) -> None:
         if (value := given[name]) is not None and value.removeprefix("-").isdecimal():
             given[name] = int(value)
     result = _compute(text, given, options)
-    if text is None:
-        view = result.shaded(-1 if given["token"] is None else given["token"], **hiding)
-    else:
-        view = (result.graph if given["view"] == "graph" else result.shaded)(**hiding)
+    word = [given["token"]] if text is None and given["token"] is not None else []
+    view = result.shaded(*word, **hiding)
     saved = {"--html": lambda: result.page(**hiding), "--png": lambda: view}
     paths = [(flag, path) for flag in saved if (path := given[flag[2:]]) is not None]
     for flag, path in paths:
@@ -96,8 +93,6 @@ def _check(text: str | None, given: Mapping[str, Any]) -> None:
         raise OptionError("--generate requires --prompt: vitflow read --prompt TEXT.")
     if text is None and given["target"] is not None:
         raise OptionError("--target cannot be used with --prompt, which explains each generated token: omit it.")
-    if text is None and given["view"] == "graph":
-        raise OptionError("--view graph cannot be used with --prompt: vitflow read TEXT draws graphs.")
     if given["model"] is None:
         raise OptionError(
             "Expected --model, the transformers id or folder of a language model such as "

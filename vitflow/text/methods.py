@@ -5,7 +5,6 @@ row's query token, [layers, rows], if the rows are relative to the receptive fie
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,21 +41,18 @@ def caption(
     options: Mapping[str, Any],
     model: str,
     *,
-    what: str | None = None,
     target: str | None = None,
     probability: float | None = None,
 ) -> str:
-    """Return a one-line caption: method or `what`, target of a class-specific method with its probability, and model.
+    """Return a one-line caption: method, target of a class-specific method with its probability, and model.
 
     >>> options = {"head_fusion": "max", "value_weighted": False}
     >>> caption("gae", options, "bert", target="table", probability=0.25)
     'GAE (max over heads) · for “table”, probability 25.0% · bert'
     """
-    chosen = TEXT_METHODS[method]
     likely = "" if probability is None else f", probability {probability:.1%}"
     explained = "" if target is None else f"for “{target}”{likely}"
-    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
-    return " · ".join(filter(None, [shown, explained, model]))
+    return " · ".join(filter(None, [method_in_words(TEXT_METHODS[method], options), explained, model]))
 
 
 def rollout(

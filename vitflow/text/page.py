@@ -6,16 +6,13 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, VERDICTS, Words, hide, labels_of
-from vitflow.viewer.pages import Page, color_tables, data_uri, drawing_of, make_html, pack_half
+from vitflow.viewer.pages import Page, color_tables, drawing_of, make_html, pack_half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +35,8 @@ class TextRow:
 class TextPage:
     """Content of the page of a text: its tokens, the rows of the words that can be selected, and which is shown first.
 
-    `written` is the position of the first generated token, None if the text was read; `graph` is a figure below the
-    table, `patches` are positions of image patches, `images` records of the prompt's images with their maps.
+    `written` is the position of the first generated token, None if the text was read; `patches` are positions of image
+    patches, `images` records of the prompt's images with their maps.
     """
 
     words: Words
@@ -49,7 +46,6 @@ class TextPage:
     caption: str
     options: Mapping[str, Any]
     written: int | None = None
-    graph: View | None = None
     patches: Collection[int] = ()
     images: Sequence[Mapping[str, Any]] = ()
 
@@ -91,7 +87,6 @@ class TextPage:
             model=PurePath(self.model.replace("\\", "/")).name or self.model,
             method=self.caption,
             written=self.written is not None,
-            graph=None if self.graph is None else _record_of(self.graph.figure(), self.graph.text()),
             images=len(self.images),
             data=data,
         )
@@ -108,9 +103,3 @@ def _token_records(words: Words, stop_words: Iterable[str], patches: Collection[
         kind = "patch" if position in patches else kinds.get(reasons.get(position, ""), plain)
         records.append({"text": printable(label.text), "space": label.space, "newline": label.newline, "kind": kind})
     return records
-
-
-def _record_of(figure: Figure, text: str) -> dict[str, Any]:
-    """Return a figure for the template, with its width in pixels and its description."""
-    image = data_uri(figure_bytes(figure, ".png"), "png")
-    return {"image": image, "width": round(96 * figure.get_size_inches()[0]), "text": text}

@@ -3,8 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,7 +20,6 @@ from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.registry.option_types import TextOptions
-from vitflow.text.graph import MOST_LAYERS, MOST_TOKENS, GraphView, attention_graphs
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
@@ -32,8 +30,8 @@ from vitflow.text.visibility import is_causal
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
-# Attention matrices of longer texts are not kept, to save memory.
-LONGEST_GRAPH = 256
+# Attention matrices of longer texts, and the rows of all their words, are not kept, to save memory.
+_LONGEST = 256
 _SHOWN = 60  # characters of the text in a repr
 
 
@@ -94,27 +92,15 @@ class Reading:
         weights = self.weights.astype(np.float64)
         if self.causal:
             weights[max(self.selected) + 1 :] = np.nan  # unseen
-        return ShadedText(self.tokens, weights, self_share=self.self_share, **self._shown(special, stop_words))
-
-    def graph(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> GraphView:
-        """Draw raw attention, rollout and flow as graphs, as in Abnar & Zuidema (2020); options as for `shaded`.
-
-        Raises:
-            OptionError: the text or the model is too large for a graph.
-        """
-        shown = self._shown(special, stop_words)
-        count = self.tokens.length - len(shown["hidden"])
-        if self.matrices is None or count > MOST_TOKENS or len(self.layers) > MOST_LAYERS:
-            raise OptionError(
-                f"Expected at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers for a graph, got {count} and "
-                f"{len(self.layers)}: shorten the text, or hide stop words."
-            )
-        residual, causal = self.options.get("residual", 0.5), self.options.get("causal") if self.causal else None
-        panels = attention_graphs(self.matrices, self.selected, residual=residual, causal=causal)
-        shared = ("head_fusion", "value_weighted", "causal")
-        used = {name: self.options[name] for name in shared if name in self.options} | {"residual": residual}
-        shown["caption"] = caption("rollout", used, self.model, what="graphs")
-        return GraphView(self.tokens, panels, **shown)
+        return ShadedText(
+            self.tokens,
+            weights,
+            self_share=self.self_share,
+            selected=self.selected,
+            hidden=hide(self.tokens, special=not special, stop_words=stop_words),
+            title=f"Attribution of “{self._word}”",
+            caption=self._caption(self.model),
+        )
 
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
         """Return an interactive HTML page: click a word for its attribution by layer, or for the attribution to it.
@@ -122,12 +108,6 @@ class Reading:
         The words of `rows` can be selected. Options as for `shaded`; hidden tokens can be shown on the page. Write the
         page with `reading.page().save("reading.html")`.
         """
-        hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
-        graph: GraphView | None = None
-        with suppress(OptionError):  # too long for a graph
-            graph = self.graph(**hiding)
-            below = graph.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
-            graph = replace(graph, title="", caption=below)
         content = TextPage(
             words=self.tokens,
             rows=self.rows,
@@ -135,23 +115,13 @@ class Reading:
             model=self.model,
             caption=self._caption(""),
             options=self.options,
-            graph=graph,
         )
-        return content.page(**hiding)
+        return content.page(special=special, stop_words=stop_words)
 
     @property
     def _word(self) -> str:
         """Text of the selected tokens."""
         return text_of(self.tokens[min(self.selected) : max(self.selected) + 1])
-
-    def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
-        """Return the common fields of all views."""
-        return {
-            "selected": self.selected,
-            "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
-            "title": f"Attribution of “{self._word}”",
-            "caption": self._caption(self.model),
-        }
 
     def _caption(self, model: str) -> str:
         return caption(self.method, self.options, model, target=self.target, probability=self.probability)
@@ -231,7 +201,7 @@ def explain_text(
     selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)
     readout[0, list(selected)] = 1 / len(selected)
-    short = words.length <= LONGEST_GRAPH
+    short = words.length <= _LONGEST
     if short and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None

@@ -1,7 +1,6 @@
-"""Views of a text: their base class, and shaded text with each token on a shade of its weight."""
+"""A text with each token on a shade of its weight, as a figure and as plain text."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,78 +30,16 @@ from vitflow.text.words import (
     percent,
 )
 
-#: RGB of positive weights.
-POSITIVE = (43 / 255, 95 / 255, 179 / 255)
+# RGB of positive and negative weights.
+_POSITIVE = (43 / 255, 95 / 255, 179 / 255)
 _NEGATIVE = (179 / 255, 82 / 255, 32 / 255)
 
 
 def color_of(shade: float) -> str:
     """Return the colour of a shade from −1 to 1 as #rrggbb; 0 is white."""
-    full = POSITIVE if shade > 0 else _NEGATIVE
+    full = _POSITIVE if shade > 0 else _NEGATIVE
     red, green, blue = (1 - abs(shade) * (1 - channel) for channel in full)
     return to_hex((red, green, blue))
-
-
-@dataclass(frozen=True, kw_only=True)
-class View(ABC):
-    """Tokens with their weights, as a figure or plain text.
-
-    Attributes:
-        selected: positions of the explained tokens: outlined, and excluded from the colour scale.
-        hidden: positions to leave out or to draw without a shade, with the reason, as returned by `hide`.
-        title: line above the view.
-        caption: line below the view, such as the method and its options.
-    """
-
-    selected: Sequence[int] = ()
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    title: str = ""
-    caption: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("title", "caption"):  # printed to terminals
-            object.__setattr__(self, name, printable(getattr(self, name), lines=True))
-
-    @property
-    @abstractmethod
-    def summary(self) -> RowSummary:
-        """Summary of the weights."""
-
-    @abstractmethod
-    def figure(self) -> Figure:
-        """Return the figure."""
-
-    @abstractmethod
-    def strongest(self) -> list[str]:
-        """Return the strongest tokens as lines of plain text."""
-
-    @property
-    def footer(self) -> list[str]:
-        """The lines below the view."""
-        return [line for line in (self.summary_line, self.summary.hidden_shares, self.caption) if line]
-
-    @property
-    def summary_line(self) -> str:
-        """The summary as one line."""
-        return str(self.summary)
-
-    def text(self) -> str:
-        """Return the strongest tokens as plain text, with their share of the weight."""
-        return "\n".join([*([self.title] if self.title else []), *self.strongest(), "", *self.footer])
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the figure as .png, .pdf or .svg; return the path.
-
-        Raises:
-            OptionError: unsupported suffix.
-        """
-        return save_figure(self.figure(), path)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, **_: Any) -> Any:
-        return bundle(self.text(), self.figure())
 
 
 #: The number of largest weights printed as numbers, and in one line.
@@ -113,15 +50,18 @@ _BASELINE = 10.5  # points from the bottom of a line of tokens
 
 
 @dataclass(frozen=True)
-class ShadedText(View):
+class ShadedText:
     """A text whose tokens are shaded by one weight each, with an underline and, for the largest weights, a number.
 
     Attributes:
         words: the tokens.
         weights: one weight per token; NaN for unseen tokens.
         self_share: share of the selected tokens, if it is not among the weights.
-        selected, hidden, title, caption: see `View`; hidden special tokens are omitted, other hidden tokens are drawn
-            without a shade.
+        selected: positions of the explained tokens: outlined, and excluded from the colour scale.
+        hidden: positions with the reason, as returned by `hide`: special tokens are omitted, others are drawn without
+            a shade.
+        title: line above the text.
+        caption: line below the text, such as the method and its options.
 
     Raises:
         ShapeError: weights are not finite, or not one per token.
@@ -136,10 +76,15 @@ class ShadedText(View):
     words: Words
     weights: Any
     self_share: float | None = None
+    selected: Sequence[int] = ()
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    title: str = ""
+    caption: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", check_weights(self.weights, self.words.length))
-        super().__post_init__()
+        for name in ("title", "caption"):  # printed to terminals
+            object.__setattr__(self, name, printable(getattr(self, name), lines=True))
         for position in (*self.selected, *self.hidden):
             if not 0 <= position < self.words.length:
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
@@ -182,10 +127,30 @@ class ShadedText(View):
         tokens = [f"{labels[p].text} {percent(float(self._shares[p]))} %" for p in self._largest[:_IN_A_LINE]]
         return ", ".join(tokens) or "nothing"
 
-    def strongest(self) -> list[str]:
-        """Return the strongest tokens as lines of plain text: share of the weight, token, and position."""
+    @property
+    def _footer(self) -> list[str]:
+        """The lines below the text."""
+        return [line for line in (str(self.summary), self.summary.hidden_shares, self.caption) if line]
+
+    def text(self) -> str:
+        """Return the strongest tokens as plain text: share of the weight, token, and position."""
         labels = labels_of(self.words)
-        return [f"  {100 * self._shares[p]:5.1f} %  {labels[p].text}  ({p})" for p in self._largest]
+        strongest = [f"  {100 * self._shares[p]:5.1f} %  {labels[p].text}  ({p})" for p in self._largest]
+        return "\n".join([*([self.title] if self.title else []), *strongest, "", *self._footer])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the figure as .png, .pdf or .svg; return the path.
+
+        Raises:
+            OptionError: unsupported suffix.
+        """
+        return save_figure(self.figure(), path)
+
+    def _repr_mimebundle_(self, **_: Any) -> Any:
+        return bundle(self.text(), self.figure())
 
     def figure(self) -> Figure:
         """Return the text as a figure."""
@@ -195,7 +160,7 @@ class ShadedText(View):
             for position, label, left, width in line:
                 self._draw_token(lines[-1], position, label, 72 * left, 72 * width)
         head = words(self.title, size=TITLE, width=_ROOM, lines=3, weight="bold")
-        below = words(*self.footer, size=SMALL, width=_ROOM, lines=4, color=GREY)
+        below = words(*self._footer, size=SMALL, width=_ROOM, lines=4, color=GREY)
         return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[int, Label, float, float]]]:
