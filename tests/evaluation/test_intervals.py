@@ -59,7 +59,7 @@ def test_coverage_requires_intervals(demo):
 
 def test_evaluate_reports_coverage_for_methods_with_intervals_only(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(coverage, "__kwdefaults__", {"masks": 40})
-    methods = ["gae", ("sampling", REGRESSION), ("consensus", {**REGRESSION, "masks": "auto"})]
+    methods = ["gae", ("sampling", REGRESSION), ("consensus", REGRESSION)]
     actual = evaluate("demo:3", model=demo, methods=methods, metrics=["coverage", "roc_auc"], sanity_images=2)
     measured = np.isfinite(actual.values["coverage"]).sum(axis=0)
     labels = [label.partition(" ")[0].partition(":")[0] for label in actual.methods if "blurred" not in label]

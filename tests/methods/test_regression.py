@@ -43,40 +43,6 @@ def test_the_posterior_equals_the_one_in_weight_space(rank, noise):
     np.testing.assert_allclose(actual.std, std, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [3, PATCHES])
-def test_a_prior_mean_is_one_more_weight_with_a_flat_prior(rank):
-    kept, scores, factor = example(rank)
-    expected = torch.from_numpy(np.random.default_rng(5).random(PATCHES))
-    actual = regress(kept, scores, factor, noise=12.0, prior_mean=expected)
-
-    masks, centred = kept.double().numpy() - kept.double().numpy().mean(axis=0), scores.numpy() - scores.numpy().mean()
-    kernel = masks @ factor.numpy() @ factor.numpy().T @ masks.T
-    scale = MASKS / np.trace(kernel)
-    basis = np.column_stack([expected, factor])  # w = basis (κ, z), and κ has no prior
-    design = masks @ basis
-    covariance = np.linalg.inv(design.T @ design / 12.0 + np.diag([0.0] + [1 / scale] * rank))
-    coefficients = covariance @ design.T @ centred / 12.0
-    rest = centred - coefficients[0] * design[:, 0]
-    variance = rest @ np.linalg.inv(scale * kernel + 12.0 * np.eye(MASKS)) @ rest / (MASKS - 2)
-    mean, std = basis @ coefficients, np.sqrt(variance * np.diag(basis @ covariance @ basis.T))
-    np.testing.assert_allclose(actual.mean, mean, rtol=0, atol=1e-9 * np.abs(mean).max())
-    np.testing.assert_allclose(actual.std, std, rtol=1e-7)
-    np.testing.assert_allclose(actual.t_value, coefficients[0] / np.sqrt(variance * covariance[0, 0]), rtol=1e-7)
-
-
-def test_scores_overrule_a_wrong_prior_mean_and_confirm_a_right_one():
-    kept, _, _ = example()
-    expected, prior = torch.arange(PATCHES, dtype=torch.float64), torch.eye(PATCHES)
-    noise = torch.from_numpy(np.random.default_rng(1).normal(size=MASKS))
-    for sign in (1.0, -1.0):
-        scores = sign * kept.double() @ expected + noise
-        assert sign * regress(kept, scores, prior, prior_mean=expected).t_value > 3.0
-        assert regress(kept, scores, prior, prior_mean=7.0 * expected).mean[-1] * sign > 0.0
-    unknown = regress(kept, noise, prior, prior_mean=torch.zeros(PATCHES))
-    assert unknown.t_value is None
-    torch.testing.assert_close(unknown.mean, regress(kept, noise, prior).mean)
-
-
 def test_the_noise_has_the_largest_likelihood_of_the_contrasts_of_the_scores():
     kept, scores, factor = example(30)
     scores = kept.double() @ torch.linspace(-1.0, 2.0, PATCHES).double() + 3.0 * scores
@@ -136,8 +102,6 @@ def test_patches_with_equal_prior_share_their_weight():
 
 def test_equal_patches_have_no_weight():
     kept, scores, _ = example()
-    posterior = regress(kept, scores, torch.rand(1, 5).expand(PATCHES, 5), prior_mean=torch.ones(PATCHES))
-    assert posterior.t_value is None and posterior.mean.abs().max() == 0.0
     alone = regress(kept, scores, torch.rand(1, 5).expand(PATCHES, 5))
     assert alone.mean.abs().max() == 0.0 and alone.std.abs().max() == 0.0
 
@@ -150,7 +114,5 @@ def test_wrong_arguments_are_named():
         regress(kept, scores, factor[1:])
     with pytest.raises(ShapeError, match="at least two masks, got 1"):
         regress(kept[:1], scores[:1], factor)
-    with pytest.raises(ShapeError, match="prior mean"):
-        regress(kept, scores, factor, prior_mean=torch.ones(3))
     with pytest.raises(OptionError, match="positive noise, got 0"):
         regress(kept, scores, factor, noise=0.0)

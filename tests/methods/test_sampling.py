@@ -1,7 +1,6 @@
 """Sampling against literal loops: over masks, over the model run by hand on kept tokens, over blanked images."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from tests.explaining.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
-from vitflow.demo import draw_image, sample_images
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError, ShapeError, VitflowError
 from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.saliency import contrasted
@@ -229,26 +228,6 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def test_consensus_reports_how_clearly_the_scores_confirm_gae():
-    explainer, image = Explainer(load_model("demo")), sample_images()[0]
-    options = {"masks": 32, "target": 6}
-    made = explainer.explain(image, method="consensus", **options)
-    shared = {"head_fusion": "signed_mean", "value_weighted": "output", "refine": 1, "affinity": "both"}
-    gae = explainer.explain(image, method="gae", target=6, **shared).grid
-    with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
-        explainer.model(pixels := explainer.pixels(image))
-    keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
-    prior = Affinity(co_attention(trace.fused("mean"), 144).attention, keys).matrix[0]
-    kept = draw_masks(12, 12, masks=32, affinity=prior)
-    with torch.no_grad():
-        scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
-    expected = regress(kept, torch.stack(scores), prior, prior_mean=torch.from_numpy(gae).flatten()).t_value
-    assert made.facts["agreement"] == pytest.approx(float(expected), abs=0.011) and float(expected) > 1.0
-    doubtful = replace(made, facts=made.facts | {"agreement": -0.34})
-    assert any("do not agree (t = −0.3)" in note for note in doubtful._notes())
-    assert not any("do not agree" in note for note in made._notes())
-
-
 def test_masks_of_similar_patches_equal_a_literal_loop():
     matrix = torch.from_numpy(np.random.default_rng(2).random((12, 5)))
     actual = draw_masks(3, 4, masks=6, keep=0.4, cells=2, seed=9, affinity=matrix)
@@ -269,27 +248,3 @@ def test_masks_of_similar_patches_equal_a_literal_loop():
     assert float(together[1]) > 0.7 > 0.5 > float(together[-1])
     with pytest.raises(ShapeError, match="affinity"):
         draw_masks(3, 4, masks=2, affinity=torch.ones(3, 3))
-
-
-def test_auto_stops_when_the_strongest_patches_are_settled():
-    explainer, image = Explainer("demo"), draw_image(12).image
-    saliency = explainer.explain(image, method="sampling", target="top1", masks="auto")
-    used = saliency.facts["masks_used"]
-    assert used % 32 == 0
-    assert 96 <= used < 256
-    # The map is the one of that many masks, and the strongest tenth hardly changed in the last two steps.
-    maps = [explainer.explain(image, method="sampling", target="top1", masks=used - more) for more in (0, 32, 64)]
-    np.testing.assert_array_equal(saliency.grid, maps[0].grid)
-    tops = [set(np.argsort(-each.grid.ravel())[: round(0.1 * each.grid.size)].tolist()) for each in maps]
-    assert all(len(a & b) >= 0.9 * len(a) for a, b in itertools.pairwise(tops))
-    assert any(f"{used} masks" in note for note in saliency._notes())
-
-
-def test_auto_counts_masks_for_each_image_of_a_batch():
-    explainer = Explainer("demo")
-    images = [draw_image(seed).image for seed in (12, 14)]
-    together = explainer.explain_batch(images, methods=["consensus"], targets="top1", masks="auto")
-    alone = [explainer.explain(image, method="consensus", target="top1", masks="auto") for image in images]
-    assert [each.facts["masks_used"] for each in together] == [each.facts["masks_used"] for each in alone]
-    for one, other in zip(together, alone, strict=True):
-        np.testing.assert_allclose(one.grid, other.grid, rtol=1e-4, atol=1e-7 * other.grid.max())

@@ -225,11 +225,6 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{note[0].upper()}{note[1:]}."
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
-    if masks := facts.get("masks_used"):
-        reliability = facts.get("reliability")
-        yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
-    if (t_value := facts.get("agreement")) is not None and t_value < 1.0:
-        yield f"GAE and the scores of masked images do not agree (t = {t_value:.1f}).".replace("-", "−")
     if facts.get("random"):
         yield "The model uses random numbers, as Monte-Carlo dropout does: another run gives another score and map."
     if path := facts.get("cam_layer"):

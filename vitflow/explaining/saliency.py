@@ -67,10 +67,8 @@ class Saliency:
         patch_grid, patch_extent: (rows, columns) that the option `patch` counts on, if it is not that of the map.
         saturated, flow_layers: share of saturated flows, and the first and last layer of the flow.
         cam_share, cam_layer: share of the gradient that passes the layer of Grad-CAM, and its module.
-        reliability, masks_used, hidden: of sampling: split-half correlation, number of masks with masks="auto", how
-            patches were hidden.
-        made_of, agreement: of a consensus: its methods, and the t-value of GAE as the prior mean of the regression: how
-            clearly the scores of masked images confirm GAE, about 2 or more if they do.
+        reliability, hidden: of sampling: split-half correlation, and how patches were hidden.
+        made_of: methods of a consensus.
         compared_with: what each patch is compared with by similarity.
         detection: box, probability and query of a detection; also requested and iou if a box was given.
         region: kind (of), mean_logit and pixels of a region.

@@ -1,9 +1,6 @@
 """Sampling with random patches dropped, and its consensus with GAE."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,11 +19,7 @@ from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
 from vitflow.registry.method_table import WITHOUT_AFFINITY, get_method
 
-#: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
-MOST_MASKS, MASKS_PER_STEP = 256, 32
 _BLANKED = "patches blanked, because tokens cannot be dropped:"
-# A map has converged if this share of its strongest patches stays the same in two steps in a row.
-_CONVERGED = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,32 +27,26 @@ class Sample:
     """Scores of masked images.
 
     Attributes:
-        kept: kept patches of each mask, bool [masks, patches] for each image.
-        scores: log-odds, [masks, classes] for each image.
+        kept: kept patches of each mask, bool [images, masks, patches].
+        scores: log-odds, [images, masks, classes].
         grid: rows and columns of the patches.
         hidden: description of how patches were hidden.
     """
 
-    kept: Sequence[Tensor]
-    scores: Sequence[Tensor]
+    kept: Tensor
+    scores: Tensor
     grid: tuple[int, int]
     hidden: str
 
 
-# Called after every 32 masks with the index of the image, its masks and their scores, until it returns True.
-Converged = Callable[[int, Tensor, Tensor], bool]
-
-
-def sampling(trace: TargetedTrace, *, masks: int | str, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
+def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
     A regression, from masks in which similar patches stay together, has the affinity of refinement as the factor of its
     prior covariance. The noise of the map is fixed, which shrinks the weights; that of the significant patches is
     estimated. Without an affinity, the weight is the mean score with a patch minus that without it, from 256 masks.
-    With masks="auto" each image gets masks until its map has converged.
     """
-    targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
-    prior, effective = None, dict[str, Any]()
+    grid, prior, effective = _hiding(trace)[1], None, dict[str, Any]()
     try:
         prior = affinity_of(trace, affinity, grid).matrix.cpu()
     except UnsupportedModelError:
@@ -67,71 +54,42 @@ def sampling(trace: TargetedTrace, *, masks: int | str, affinity: AffinityName, 
             raise
         effective = {name: value for name, value in WITHOUT_AFFINITY.items() if name not in trace.requested}
         masks = effective.get("masks", masks)
-
-    def estimate(image: int, kept: Tensor, scores: Tensor) -> Tensor:
-        """Return the weight of each patch, [patches]."""
-        if prior is None:
-            return mean_differences(kept, scores[:, targets[image]])
-        return regress(kept, scores[:, targets[image]], prior[image], noise=SMOOTHING).mean
-
-    converged = _convergence(estimate, prior, refine) if masks == "auto" else None
-    similar = None if prior is None else affinity
-    sampled = sample(trace, masks=masks, affinity=similar, converged=converged, **drawn)
+    sampled = sample(trace, masks=masks, affinity=None if prior is None else affinity, **drawn)
     grids, facts, significant = [], [], []
-    for image, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
-        grids.append(estimate(image, kept, scores).reshape(grid))
-        scores = scores[:, targets[image]]
-        if prior is not None:
+    for image, (kept, every) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
+        scores = every[:, trace.class_indices[image]]
+        if prior is None:
+            weights = mean_differences(kept, scores)
+        else:
+            weights = regress(kept, scores, prior[image], noise=SMOOTHING).mean
             posterior = regress(kept, scores, prior[image])
             significant.append((posterior.mean > NORMAL_95 * posterior.std).reshape(grid))
+        grids.append(weights.reshape(grid))
         reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sampled.hidden})
-        if masks == "auto":
-            facts[-1]["masks_used"] = len(scores)
     outlined = torch.stack(significant) if significant else None
     return Maps(torch.stack(grids), facts, significant=outlined, effective=[effective] * len(grids))
-
-
-def _convergence(estimate: Callable[[int, Tensor, Tensor], Tensor], prior: Tensor | None, refine: int) -> Converged:
-    """Make the test of convergence: the last two steps hardly changed the strongest tenth of an image's patches."""
-    strongest: dict[int, list[set[int]]] = {}
-
-    def converged(image: int, kept: Tensor, scores: Tensor) -> bool:
-        values = estimate(image, kept, scores).clamp_min(0.0)
-        if prior is not None:
-            for _ in range(refine):
-                values = prior[image] @ values.to(prior)
-        top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
-        tops = strongest.setdefault(image, [])
-        tops.append(top)
-        return len(tops) > 2 and all(len(top & before) >= _CONVERGED * len(top) for before, top in pairwise(tops[-3:]))
-
-    return converged
 
 
 def sample(
     trace: TargetedTrace,
     *,
-    masks: int | str,
+    masks: int,
     random_seed: int,
     occlusion_batch: int,
     affinity: AffinityName | None = None,
-    converged: Converged | None = None,
 ) -> Sample:
     """Run the model on masked images.
 
     Args:
         trace: the trace of the images.
-        masks: number of masks, or "auto".
+        masks: number of masks.
         random_seed: seed of the masks.
         occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
         affinity: the affinity of the patches that tend to stay together; None: only neighbours do.
-        converged: for masks="auto".
     """
-    batch = whole_number("occlusion_batch", occlusion_batch, 1)
+    batch, count = whole_number("occlusion_batch", occlusion_batch, 1), whole_number("masks", masks, 2)
     layout, grid, hidden = _hiding(trace)
-    most = MOST_MASKS if masks == "auto" else whole_number("masks", masks, 2)
-    draw = partial(draw_masks, *grid, masks=most, seed=random_seed)
     failed = "sampling fails"
     if failed in trace.cached_outputs:
         layout, hidden = None, trace.cached_outputs[failed]
@@ -141,35 +99,28 @@ def sample(
         ("sampling", random_seed, affinity), [[] for _ in images]
     )
     if affinity is None:  # the same masks for all images
-        masks_of = [draw()] * len(images)
+        kept = draw_masks(*grid, masks=count, seed=random_seed).expand(len(images), -1, -1)
     else:
-        masks_of = [draw(affinity=matrix) for matrix in affinity_of(trace, affinity, grid).matrix.cpu()]
-    kept, outputs = [], []
-    with tracking("sampling", len(images) * most) as progress:
-        for number, (image, drawn, rows) in enumerate(zip(images, masks_of, known, strict=True)):  # a row for each mask
-            count, size = 0, int(drawn[0].sum())
-            while count < most:
-                start, count = count, most if converged is None else count + MASKS_PER_STEP
-                progress(max(min(len(rows), count) - start, 0))
-                while len(rows) < count:
-                    scale = 1 if layout is None else layout.num_tokens / (layout.num_tokens - layout.num_patches + size)
-                    part = drawn[len(rows) : min(len(rows) + int(batch * scale), count)]
-                    try:
-                        rows.extend(_log_odds(trace, image, part, layout, grid))
-                    except (RuntimeError, ValueError, AssertionError) as error:
-                        if layout is None or any(known) or isinstance(error, torch.OutOfMemoryError):
-                            raise
-                        reason = f"It fails on {size} of its patches ({str(error).splitlines()[0]})."
-                        layout, hidden = None, f"{_BLANKED} {reason}"  # a model may reshape its tokens
-                        trace.cached_outputs[failed] = hidden
-                        continue
-                    progress(len(part))
-                if converged is not None and converged(number, drawn[:count], torch.stack(rows[:count])):
-                    break
-            progress(most - count)
-            kept.append(drawn[:count])
-            outputs.append(torch.stack(rows[:count]))
-    return Sample(kept, outputs, grid, hidden)
+        matrices = affinity_of(trace, affinity, grid).matrix.cpu()
+        kept = torch.stack([draw_masks(*grid, masks=count, seed=random_seed, affinity=each) for each in matrices])
+    size = int(kept[0, 0].sum())
+    with tracking("sampling", len(images) * count) as progress:
+        for image, drawn, rows in zip(images, kept, known, strict=True):  # a row for each mask
+            progress(min(len(rows), count))
+            while len(rows) < count:
+                scale = 1 if layout is None else layout.num_tokens / (layout.num_tokens - layout.num_patches + size)
+                part = drawn[len(rows) : len(rows) + int(batch * scale)]
+                try:
+                    rows.extend(_log_odds(trace, image, part, layout, grid))
+                except (RuntimeError, ValueError, AssertionError) as error:
+                    if layout is None or any(known) or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    reason = f"It fails on {size} of its patches ({str(error).splitlines()[0]})."
+                    layout, hidden = None, f"{_BLANKED} {reason}"  # a model may reshape its tokens
+                    trace.cached_outputs[failed] = hidden
+                    continue
+                progress(len(part))
+    return Sample(kept, torch.stack([torch.stack(rows[:count]) for rows in known]), grid, hidden)
 
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
@@ -208,36 +159,16 @@ FLOOR = 1e-6
 
 
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
-    """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum.
-
-    With the regression, the fact `agreement` is the t-value of GAE as the prior mean of the weights.
-    """
-    parts: list[Maps] = []
+    """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
     facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
+    parts: list[Maps] = []
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}
         parts.append(make_maps(method, method.complete(accepted), trace)[0])
         facts = [known | further for known, further in zip(facts, parts[-1].facts or [{}] * len(facts), strict=True)]
-    gae, sampled = parts
-    if sampled.significant is not None:
-        masks = min(fact.get("masks_used", options["masks"]) for fact in facts)
-        for fact, t_value in zip(facts, _agreements(trace, gae.grids, **options | {"masks": masks}), strict=True):
-            fact["agreement"] = t_value
     maps = geometric_mean([each.grids for each in parts], list(PARTS.values()))
-    return Maps(maps, facts, significant=sampled.significant, effective=sampled.effective)
-
-
-def _agreements(trace: TargetedTrace, maps: Tensor, *, affinity: AffinityName, **options: Any) -> list[float | None]:
-    """Return for each image the t-value of a map as the prior mean of the regression; None if it is 0 everywhere."""
-    names = ("masks", "random_seed", "occlusion_batch")
-    sampled, t_values = sample(trace, affinity=affinity, **{name: options[name] for name in names}), []
-    prior, maps = affinity_of(trace, affinity, sampled.grid).matrix.cpu(), maps.cpu()
-    for index, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
-        target = int(trace.class_indices[index])
-        t_value = regress(kept, scores[:, target], prior[index], prior_mean=maps[index].flatten()).t_value
-        t_values.append(None if t_value is None else round(t_value, 2))
-    return t_values
+    return Maps(maps, facts, significant=parts[-1].significant, effective=parts[-1].effective)
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:

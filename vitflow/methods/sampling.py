@@ -159,14 +159,11 @@ class Posterior:
         mean: [patches], or [n] of linear functions of the weights; float64, in the unit of the scores.
         std: standard deviations, of the same shape.
         noise: λ, the variance of the noise of a score relative to the mean prior variance of the scores.
-        t_value: coefficient of the prior mean divided by its standard error: how clearly the scores agree with the
-            prior mean (negative: they contradict it). None without a prior mean, or if it is the same for all masks.
     """
 
     mean: Tensor
     std: Tensor
     noise: float
-    t_value: float | None = None
 
 
 def regress(
@@ -175,25 +172,20 @@ def regress(
     factor: Tensor,
     *,
     noise: float | None = None,
-    prior_mean: Tensor | None = None,
     of: Tensor | None = None,
 ) -> Posterior:
     """Linear regression of scores on masks, with a Gaussian prior whose covariance is F Fᵀ up to its scale.
 
-    s = μ + X (κ r + w) + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the
-    kernel K = c X F Fᵀ Xᵀ has trace N. With V = K + λ I, u = X r and G = c F Fᵀ Xᵀ V⁻¹, the coefficient of the prior
-    mean is estimated by generalised least squares, κ = uᵀ V⁻¹ s / uᵀ V⁻¹ u, and may have any sign. The weights have
-    mean κ r + G (s − s̄ − κ u) and covariance σ² (c F Fᵀ − c G X F Fᵀ + d dᵀ / uᵀ V⁻¹ u) with d = r − G u, where
-    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / n with n = N − 1, or N − 2 with a prior mean. Unless given, λ is the one of
-    0.1 … 100 with the largest restricted likelihood without the prior mean. Correlated weights share evidence from the
-    masks.
+    s = μ + X w + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the kernel
+    K = c X F Fᵀ Xᵀ has trace N. With V = K + λ I and G = c F Fᵀ Xᵀ V⁻¹, the weights have mean G (s − s̄) and covariance
+    σ² (c F Fᵀ − c G X F Fᵀ), where σ² = (s − s̄)ᵀ V⁻¹ (s − s̄) / (N − 1). Unless given, λ is the one of 0.1 … 100 with
+    the largest restricted likelihood. Correlated weights share evidence from the masks.
 
     Args:
         kept: m, kept patches of each mask, bool [masks, patches].
         scores: s, the score of each mask, [masks].
         factor: F, [patches, k]; zeros exclude a patch.
         noise: λ; None to estimate it.
-        prior_mean: r, a map that the weights are expected to be proportional to, [patches]; None for r = 0.
         of: linear functions of the weights, [n, patches], whose posterior is returned instead.
 
     Raises:
@@ -209,8 +201,14 @@ def regress(
     """
     masks, centred = _centred(kept, scores)
     count, patches = kept.shape
-    _check_prior(patches, scores, factor, noise, prior_mean)
-    factor, tiny = factor.detach().cpu().double(), torch.finfo(torch.float64).tiny
+    if scores.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
+        raise ShapeError(
+            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
+            f"{tuple(factor.shape)}."
+        )
+    if noise is not None and not 0.0 < noise < float("inf"):
+        raise OptionError(f"Expected a positive noise, got {noise!r}.")
+    factor = factor.detach().cpu().double()
     seen = masks @ factor  # [masks, k]
     spread = float(seen.square().sum())
     # Masks that keep equally many of equal patches say nothing: what differs is rounding.
@@ -223,32 +221,8 @@ def regress(
     results = factor if of is None else of.double() @ factor
     covariance = scale * basis.mT @ seen @ results.mT  # of scores and results, [masks, n]
     variance = scale * results.square().sum(dim=1) - inverse @ covariance.square()
-    mean, coefficient, precision = torch.zeros_like(variance), None, torch.tensor(0.0).double()
-    known = torch.zeros(patches).double() if prior_mean is None else prior_mean.detach().cpu().double()
-    expected = basis.mT @ (masks @ known)
-    if float(expected.square().sum()) > _ROUNDING * float(masks.square().sum() * known.square().sum()):
-        precision = (expected.square() @ inverse).clamp_min(tiny)
-        coefficient = (expected * inverse) @ rotated / precision
-        known = known if of is None else of.double() @ known
-        mean, rotated = coefficient * known, rotated - coefficient * expected
-        variance = variance + (known - (inverse * expected) @ covariance).square() / precision
-    sigma = (rotated.square() @ inverse) / max(count - (1 if coefficient is None else 2), 1)
-    std = (variance.clamp_min(0.0) * sigma).sqrt()
-    t_value = None if coefficient is None else float(coefficient * (precision / sigma.clamp_min(tiny)).sqrt())
-    return Posterior(mean + (inverse * rotated) @ covariance, std, noise, t_value)
-
-
-def _check_prior(patches: int, scores: Tensor, factor: Tensor, noise: float | None, prior_mean: Tensor | None) -> None:
-    """Raise an error for scores of several classes, and a factor, noise or prior mean that does not fit the patches."""
-    if scores.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
-        raise ShapeError(
-            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
-            f"{tuple(factor.shape)}."
-        )
-    if noise is not None and not 0.0 < noise < float("inf"):
-        raise OptionError(f"Expected a positive noise, got {noise!r}.")
-    if prior_mean is not None and prior_mean.shape != (patches,):
-        raise ShapeError(f"Expected a prior mean [{patches} patches], got {tuple(prior_mean.shape)}.")
+    sigma = (rotated.square() @ inverse) / (count - 1)
+    return Posterior((inverse * rotated) @ covariance, (variance.clamp_min(0.0) * sigma).sqrt(), noise)
 
 
 def _likeliest_noise(values: Tensor, rotated: Tensor) -> float:

@@ -24,7 +24,7 @@ class LayerMapOptions(TypedDict, total=False):
     score: Literal["log-odds", "probability"] | None
     pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | Literal["auto"] | None
+    masks: int | None
     random_seed: "int | Generator | None"
     sigma: float | None
     layers: int | str | Sequence[int] | None

@@ -221,9 +221,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "masks",
             int,
-            "Number of random masks; more masks give a more reliable map. auto: until the strongest patches have "
-            "converged, at most 256.",
-            ("auto",),
+            "Number of random masks; more masks give a more reliable map.",
             metavar="N≥2",
             droppable=True,
         ),

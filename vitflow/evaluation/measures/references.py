@@ -102,11 +102,10 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
         )
     drawn = {name: method.options[name] for name in ("occlusion_batch",)}
     seed, target, affinity = method.options["random_seed"], saliency.target, method.options["affinity"]
-    count = saliency.facts.get("masks_used", method.options["masks"])
     recorded = explainer.record(shared_input([saliency]), **recording_options([method], explainer.model))
     trace = explainer.targeted(recorded, torch.tensor([target]))
     with torch.no_grad(), evaluating(explainer.model):
-        few = sample(trace, masks=count, random_seed=seed, affinity=affinity, **drawn)
+        few = sample(trace, masks=method.options["masks"], random_seed=seed, affinity=affinity, **drawn)
         many = sample(trace, masks=masks, random_seed=seed + 1, affinity=affinity, **drawn)
     [kept], [scores] = many.kept, many.scores
     implied = mean_differences(kept, kept)  # of each patch's presence: D⁻¹ Xᵀ X
