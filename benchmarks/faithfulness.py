@@ -26,12 +26,12 @@ import torch
 
 import vitflow
 from vitflow import Explainer
-from vitflow.analysis.comparison import mean_of_defined, spearman
 from vitflow.analysis.removal import REPLACEMENTS
 from vitflow.demo import draw_images
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
+from vitflow.methods.similarity import spearman
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")
 FIRST_SEED = 800_000  # far from the images of other tests, and below those that the demo model was trained on
@@ -81,7 +81,7 @@ def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
         print(f"| {method} | {' | '.join(cells)} |".replace("-0.", "−0."))
     print("\n| ways | ρ of the methods' means | ρ within an image, mean | same best method |\n|---|---:|---:|---:|")
     for a, b in combinations(range(len(REPLACEMENTS)), 2):
-        within = mean_of_defined(spearman(one[a], one[b]) for one in gaps)
+        within = np.mean([rho for one in gaps if (rho := spearman(one[a], one[b])) is not None])
         best = float((gaps[:, a].argmax(1) == gaps[:, b].argmax(1)).mean())
         names = f"{REPLACEMENTS[a]}, {REPLACEMENTS[b]}"
         print(f"| {names} | {spearman(means[a], means[b]):.2f} | {within:.2f} | {best:.0%} |")

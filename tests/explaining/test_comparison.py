@@ -4,7 +4,6 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 
 import cv2
@@ -19,7 +18,7 @@ import vitflow
 from tests.small import DATA, custom_model, photo
 from tests.typed import typed_here
 from vitflow import Comparison, Explainer
-from vitflow.analysis.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
+from vitflow.analysis.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman
 from vitflow.demo import sample_images
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.images import figures, overlay
@@ -211,7 +210,6 @@ def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch,
     compared.save(tmp_path / "strip.png")
     actual = compared.agreement()
     assert actual.spearman == ((1.0, None), (None, 1.0))
-    assert actual.overlap[0][1] == pytest.approx(2 / 16)
     assert "–" in str(actual)
     text = compared.save(tmp_path / "strip.json").read_text(encoding="utf-8")
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -229,7 +227,6 @@ def test_json_holds_every_value(explainer, tmp_path):
         np.testing.assert_array_equal(np.float32(actual["grid"]), saliency.grid)
         assert actual["class_index"] == saliency.target
     assert {pair["methods"][1] for pair in read["agreement"]["pairs"]} == {"gae"}
-    assert set(read["agreement"]["between_classes"]) == {"gae"}
     assert all("grid" not in one for record in compared.records() for one in record["maps"])
 
 
@@ -258,78 +255,39 @@ def test_rank_correlation_equals_that_of_scipy(first, second):
         assert spearman(a, -a) == pytest.approx(-1.0, abs=1e-12)
 
 
-def literal_overlap(first: np.ndarray, second: np.ndarray, count: int) -> float:
-    """Break ties in every possible order, each map on its own; the mean share of common members."""
-
-    def selections(values):
-        order = permutations(range(values.size))
-        return [frozenset(sorted(range(values.size), key=lambda i: (-values[i], p[i]))[:count]) for p in order]
-
-    mine, theirs = selections(first.ravel()), selections(second.ravel())
-    return float(np.mean([len(a & b) / count for a in mine for b in theirs]))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ([1, 2, 3, 4, 5], [1, 2, 3, 5, 4]),
-        ([0, 0, 0, 0, 1], [1, 1, 0, 0, 1]),
-        ([2, 2, 2, 2, 2], [1, 2, 3, 4, 5]),
-        ([2, 2, 2, 2, 2], [7, 7, 7, 7, 7]),
-        ([3, 3, 3, 1, 1], [1, 3, 3, 3, 1]),
-    ],
-)
-def test_overlap_is_what_breaking_ties_at_random_gives_on_average(first, second, count):
-    a, b = np.array(first, dtype=float), np.array(second, dtype=float)
-    assert top_overlap(a, b, top=count / 5) == pytest.approx(literal_overlap(a, b, count), abs=1e-12)
-    assert top_overlap(b, a, top=count / 5) == pytest.approx(top_overlap(a, b, top=count / 5))
-
-
 def test_values_that_differ_only_by_rounding_are_constant():
     flat = np.float32(0.3) + np.float32(3e-8) * (np.arange(16, dtype=np.float32).reshape(4, 4) % 5)
     ramp = np.arange(16.0).reshape(4, 4)
     assert spearman(flat, ramp) is None
-    assert top_overlap(flat, ramp, top=0.25) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("bad", [np.zeros((2, 3)), np.array([[np.nan, 1], [2, 3]]), np.array([[np.inf, 1], [2, 3]])])
 def test_maps_that_cannot_be_compared_are_refused(bad):
     good = np.arange(4.0).reshape(2, 2)
-    for measure in (spearman, top_overlap):
-        with pytest.raises(ShapeError):
-            measure(good, bad)
-        with pytest.raises(ShapeError, match="at least 2"):
-            measure(np.ones((1, 1)), np.ones((1, 1)))
-    for top in (0.0, 1.0, float("nan")):
-        with pytest.raises(OptionError, match="0 < top < 1"):
-            top_overlap(good, good, top)
+    with pytest.raises(ShapeError):
+        spearman(good, bad)
+    with pytest.raises(ShapeError, match="at least 2"):
+        spearman(np.ones((1, 1)), np.ones((1, 1)))
 
 
 def test_agreement_is_the_mean_over_images_and_classes(explainer):
     compared = compare(IMAGES, model=explainer, methods=["attention", "gae", "centre"], targets=[0, 2])
-    actual = compared.agreement(top=0.2)
-    rho, share, between = [], [], []
+    actual, rho = compared.agreement(), []
     for maps in compared.images:
-        attention, first, second, centre = (one.grid.ravel() for one in maps)
+        attention, first, second, _ = (one.grid.ravel() for one in maps)
         rho += [spearmanr(attention, first).statistic, spearmanr(attention, second).statistic]
-        share += [top_overlap(centre, first, 0.2), top_overlap(centre, second, 0.2)]
-        between.append(spearmanr(first, second).statistic)
     assert actual.maps == 6
     assert actual.spearman[0][1] == actual.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
-    assert actual.overlap[1][2] == actual.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
-    assert actual.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
-    table = str(actual).splitlines()[2:]
+    table = str(actual).splitlines()[1:]
     shown = f"{actual.spearman[1][0]:.2f}".replace("-", "−")
     assert table[2].split()[:3] == ["2", "gae", shown]
-    assert table[2].split()[-1] == f"{actual.overlap[1][2]:.2f}"
 
 
 def test_maps_on_different_grids_are_not_compared():
     small, large = np.arange(4.0).reshape(2, 2), np.arange(9.0).reshape(3, 3)
     actual = measure_agreement(["a", "b"], [[small, large]])
     assert isinstance(actual, Agreement)
-    assert actual.spearman[0][1] is None and actual.overlap[0][1] is None
+    assert actual.spearman[0][1] is None
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Compare methods on the same images: a figure of all maps, and their agreement."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,12 +23,11 @@ from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
-from vitflow.methods.similarity import Values, spearman, top_overlap
+from vitflow.methods.similarity import Values, spearman
 from vitflow.registry.choices import MethodChoice, check_methods
 from vitflow.registry.method_table import DEFAULT_METHODS, get_method
 from vitflow.registry.option_types import MethodOptions
 
-Matrix = tuple[tuple[float | None, ...], ...]
 # Number of images that a notebook shows.
 _SHOWN = 4
 
@@ -41,85 +40,47 @@ class Agreement:
         labels: the methods.
         spearman: Spearman correlation of the patches, [methods][methods], mean over maps; None if a map is constant or
             the patch grids differ.
-        overlap: share of the highest patches in common, [methods][methods]; chance is `top`.
-        top: share of the patches that count as highest.
         maps: number of maps of each method: images times classes.
-        between_classes: for each class-specific method the Spearman correlation between its maps for two classes of an
-            image, mean over pairs and images; 1 means that the map does not depend on the class.
     """
 
     labels: tuple[str, ...]
-    spearman: Matrix
-    overlap: Matrix
-    top: float
+    spearman: tuple[tuple[float | None, ...], ...]
     maps: int
-    between_classes: Mapping[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Format as a table for the terminal."""
         width = max(len(label) for label in self.labels)
-        maps, every = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each", range(len(self.labels))
-        lines = [f"Agreement of the methods ({maps})", *self._extremes()]
-        lines += [" " * (width + 4) + "".join(f"{number + 1:>7}" for number in every)]
+        maps = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each"
+        lines = [f"Agreement of the methods: Spearman correlation of the patches ({maps})"]
+        lines.append(" " * (width + 4) + "".join(f"{number:>7}" for number in range(1, len(self.labels) + 1)))
         for row, label in enumerate(self.labels):
-            agreement = [(self.spearman if row > col else self.overlap)[row][col] for col in every]
-            cells = ["·" if row == col else decimal(value, 2) for col, value in enumerate(agreement)]
+            cells = [*(decimal(value, 2) for value in self.spearman[row][:row]), "·"]
             lines.append(f"{row + 1:>2}  {label:{width}}{''.join(f'{cell:>7}' for cell in cells)}")
-        lines.append("below the diagonal: Spearman correlation of the patches")
-        lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
-        if self.between_classes:
-            values = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
-            lines.append(f"Spearman between the classes of an image: {values}")
         return "\n".join(lines)
-
-    def _extremes(self) -> list[str]:
-        """Name the most and the least similar pair, if there are two."""
-        pairs = [(rho, f"{a} and {b} ({decimal(rho, 2)})") for a, b, rho, _ in self._pairs() if rho is not None]
-        return [f"Most similar: {max(pairs)[1]}; least similar: {min(pairs)[1]}."] if len(pairs) > 1 else []
-
-    def _pairs(self) -> list[tuple[str, str, float | None, float | None]]:
-        return [
-            (self.labels[i], self.labels[j], self.spearman[i][j], self.overlap[i][j])
-            for i, j in combinations(range(len(self.labels)), 2)
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pairs for JSON."""
-        pairs = [{"methods": [a, b], "spearman": rho, "overlap": overlap} for a, b, rho, overlap in self._pairs()]
-        return {"top": self.top, "maps": self.maps, "pairs": pairs, "between_classes": dict(self.between_classes)}
+        pairs = [
+            {"methods": [self.labels[i], self.labels[j]], "spearman": self.spearman[i][j]}
+            for i, j in combinations(range(len(self.labels)), 2)
+        ]
+        return {"maps": self.maps, "pairs": pairs}
 
 
-def measure_agreement(
-    labels: Sequence[str],
-    maps: Sequence[Sequence[Values]],
-    *,
-    top: float = 0.1,
-    between_classes: Mapping[str, float | None] | None = None,
-) -> Agreement:
+def measure_agreement(labels: Sequence[str], maps: Sequence[Sequence[Values]]) -> Agreement:
     """Measure the pairwise agreement of methods on `maps`: for each image and class the grid of each method.
 
     >>> a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[4.0, 3.0], [2.0, 1.0]])
-    >>> measure_agreement(["a", "b"], [[a, b]], top=0.25).spearman
+    >>> measure_agreement(["a", "b"], [[a, b]]).spearman
     ((1.0, -1.0), (-1.0, 1.0))
     """
     count = len(labels)
     rho: list[list[float | None]] = [[1.0] * count for _ in labels]
-    share: list[list[float | None]] = [[1.0] * count for _ in labels]
     for i, j in combinations(range(count), 2):
-        pairs = [(row[i], row[j]) for row in maps if row[i].shape == row[j].shape]
-        rho[i][j] = rho[j][i] = mean_of_defined(spearman(a, b) for a, b in pairs)
-        share[i][j] = share[j][i] = mean_of_defined(top_overlap(a, b, top) for a, b in pairs)
-    if not 0.0 < top < 1.0:
-        raise OptionError(f"Expected 0 < top < 1, got {top}.")
-    return Agreement(
-        tuple(labels), tuple(map(tuple, rho)), tuple(map(tuple, share)), top, len(maps), dict(between_classes or {})
-    )
-
-
-def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    defined = [value for value in values if value is not None]
-    return float(np.mean(defined)) if defined else None
+        values = [spearman(row[i], row[j]) for row in maps if row[i].shape == row[j].shape]
+        defined = [value for value in values if value is not None]
+        rho[i][j] = rho[j][i] = float(np.mean(defined)) if defined else None
+    return Agreement(tuple(labels), tuple(map(tuple, rho)), len(maps))
 
 
 def compare(
@@ -219,27 +180,17 @@ class Comparison(FigureResult):
         """Label of each column: the method, as published or by vitflow's defaults, with options that differ."""
         return tuple(method_label(maps[0].method, maps[0].options) for maps in columns_of(self.images[0]))
 
-    def agreement(self, top: float = 0.1) -> Agreement:
-        """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.
+    def agreement(self) -> Agreement:
+        """Measure the agreement of each pair of methods: Spearman correlation of the patches.
 
         Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
-        `vitflow.methods.similarity.spearman` and `top_overlap` for ties and constant maps.
-
-        Args:
-            top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
-
-        Raises:
-            OptionError: top is out of range.
+        `vitflow.methods.similarity.spearman` for ties and constant maps.
         """
-        rows, between = [], dict[str, list[float | None]]()
+        rows = []
         for image in self.images:
             columns = columns_of(image)
             rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
-            for label, maps in zip(self.labels, columns, strict=True):
-                if len(maps) > 1:
-                    between.setdefault(label, []).extend(spearman(a.grid, b.grid) for a, b in combinations(maps, 2))
-        classes = {label: mean_of_defined(values) for label, values in between.items()}
-        return measure_agreement(self.labels, rows, top=top, between_classes=classes)
+        return measure_agreement(self.labels, rows)
 
     @takes_drawing_options
     def figure(

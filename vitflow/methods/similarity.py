@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vitflow.errors import OptionError, OutsideGridError, ShapeError
+from vitflow.errors import OutsideGridError, ShapeError
 
 Values = NDArray[np.floating[Any]]
 # A principal component with a smaller share of the variance is rounding.
@@ -115,43 +115,6 @@ def spearman(first: Values, second: Values) -> float | None:
 
     a, b = (rankdata(values.ravel()) - (values.size + 1) / 2 for values in (first, second))
     return float(np.clip(a @ b / np.sqrt((a @ a) * (b @ b)), -1.0, 1.0))
-
-
-def top_overlap(first: Values, second: Values, top: float = 0.1) -> float:
-    """Share of the k highest patches that two maps of one shape have in common, k = top · n, at least 1.
-
-    Patches that tie for the last ranks are included with equal fractions. The overlap is thus the expected value of
-    breaking ties at random, and that of a constant map with any map is that of chance, k / n.
-
-    Args:
-        first, second: maps of n patches.
-        top: share of the patches that counts as highest, 0 < top < 1.
-
-    Returns:
-        From 0 to 1.
-
-    Raises:
-        OptionError: top is out of range.
-        ShapeError: as for `spearman`.
-
-    >>> top_overlap(np.array([4.0, 3.0, 2.0, 1.0]), np.array([4.0, 1.0, 1.0, 3.0]), top=0.5)
-    0.5
-    """
-    _check(first, second)
-    if not 0.0 < top < 1.0:
-        raise OptionError(f"Expected 0 < top < 1, got {top}.")
-    count = max(round(top * first.size), 1)
-    return float(_membership(first, count) @ _membership(second, count)) / count
-
-
-def _membership(values: Values, count: int) -> NDArray[np.float64]:
-    """Return the membership of each value in the `count` highest, 0 to 1; ties share it, and the sum is `count`."""
-    flat = values.ravel()
-    threshold = flat.min() if is_constant(flat) else np.partition(flat, flat.size - count)[flat.size - count]
-    tied = np.ones(flat.size, dtype=bool) if is_constant(flat) else flat == threshold
-    above = ~tied & (flat > threshold)
-    part: NDArray[np.float64] = above + tied * ((count - above.sum()) / tied.sum())
-    return part
 
 
 def is_constant(values: Values) -> bool:
