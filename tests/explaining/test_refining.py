@@ -216,17 +216,15 @@ def test_patches_that_are_all_equal_are_reported(table):
     explainer = Explainer(model)
     with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
         actual = explainer.explain(IMAGES[0], method="input_gradient", refine=1)
-    assert actual.facts["refinement"] == "the model treats all patches as nearly equal"
-    assert np.ptp(actual.grid) < 1e-4 * actual.grid.max()
+    assert actual.facts["refinement"] == "left out: the model treats all patches as nearly equal"
+    np.testing.assert_allclose(actual.grid, explainer.explain(IMAGES[0], method="input_gradient").grid, rtol=1e-5)
     entry = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
     consensus = explainer.explain(IMAGES[0], **entry)  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches as nearly equal"
     with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
         requested = explainer.explain(IMAGES[0], refine=1, **entry)
-    assert requested.options["refine"] == 1
-    assert requested.facts["refinement"] == "the model treats all patches as nearly equal"
-    assert np.ptp(requested.grid) < 1e-4 * requested.grid.max() < np.ptp(consensus.grid)
+    np.testing.assert_allclose(requested.grid, consensus.grid, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -293,5 +291,5 @@ def test_an_image_with_an_empty_row_in_each_layer_is_not_refined_and_its_neighbo
         np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-4, atol=1e-6 * expected.grid.max())
         assert actual.options["refine"] == expected.options["refine"] == steps
     assert "attends to none" in together[1].facts["refinement"]
-    with pytest.raises(UnsupportedModelError, match="some patch attends to none"):
+    with pytest.warns(VitflowWarning, match="some patch attends to none"):
         explainer.explain_batch(images, method="gae", target=1, refine=1)

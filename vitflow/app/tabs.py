@@ -73,7 +73,7 @@ class _Answers:
         figure_file, files = drawn(figure, name, saliency.save)
         bounds, height = figure.axes[-2].get_window_extent(), figure.bbox.height  # the bar is last
         box_of_map = bounds.x0, height - bounds.y1, bounds.x1, height - bounds.y0
-        click = box_of_map, *saliency.patch_grid
+        click = box_of_map, saliency.grid.shape, saliency.placement
         call = python_call("explainer.explain", path.name, method=method, target=target or None, **more)
         code = f"import vitflow\n\nexplainer = {made}\nsaliency = {call}\nsaliency.figure({f'{name}.png'!r})"
         bars = {} if self._models.takes(model)[1] else _bars(explainer, placed)  # of a detection, classes have none

@@ -18,7 +18,6 @@ from vitflow.explaining.targets import Score
 from vitflow.methods.refinement import Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.info import ModelInfo
-from vitflow.models.outputs import Outputs
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, ChosenMethod
@@ -156,22 +155,14 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
     outputs, saliencies = trace.model_info.outputs, []
     pixels, significant = (None if each is None else each.cpu().numpy() for each in (maps.pixels, maps.significant))
     readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
-    extent = trace.extent_of((grids.shape[1], grids.shape[2]))
+    rows, cols = grids.shape[1:]
+    extent = trace.extent_of((rows, cols))
     for index, image in enumerate(trace.images):
         score, placement = Score(), image.placement
         if trace.probabilities is not None and trace.targets is not None:
             score = Score.of(trace.probabilities[index], int(trace.targets[index]), outputs)
-        facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
-        if trace.is_random:
-            facts["random"] = True
-        if trace.model_info.note:
-            facts["model_note"] = trace.model_info.note
-        if method.needs & {"attention", "heads"} and used[index].get("patch") is not None:
-            grid_of_patch = trace.top.rows, trace.top.cols
-            if grid_of_patch != grids[index].shape:
-                facts["patch_grid"] = [*grid_of_patch]
-                if (spans := trace.extent_of(grid_of_patch)) is not None:
-                    facts["patch_extent"] = [list(span) for span in spans]
+        facts = {"readout": readouts[index]} if readouts else {}
+        facts |= _facts(trace, chosen, index, score, (rows, cols)) | (maps.facts[index] if maps.facts else {})
         saliency = Saliency(
             grid=grids[index],
             placement=placement if extent is None else replace(placement, extent=extent),
@@ -182,10 +173,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
             options=used[index],
             class_specific=specific[index],
             score=score,
-            facts=facts
-            | (maps.facts[index] if maps.facts else {})
-            | _score_facts(score, method, trace, outputs, index)
-            | _notes(score, method, trace),
+            facts=facts,
             seconds=seconds,
             pixels=None if pixels is None else pixels[index],
             significant=None if significant is None else significant[index],
@@ -196,19 +184,25 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
     return saliencies
 
 
-def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Outputs, index: int) -> dict[str, Any]:
-    """Return facts about a score: the cosine behind a softmax, and the contrast."""
-    facts: dict[str, Any] = {}
+def _facts(
+    trace: TargetedTrace, chosen: ChosenMethod, index: int, score: Score, grid: tuple[int, int]
+) -> dict[str, Any]:
+    """Return facts about the map of one image, besides its readout and those that its method gives."""
+    method, outputs, facts = chosen.method, trace.model_info.outputs, dict[str, Any]()
+    if trace.is_random:
+        facts["random"] = True
+    if trace.model_info.note:
+        facts["model_note"] = trace.model_info.note
+    patch = chosen.options.get("patch")
+    if patch is not None and method.needs & {"attention", "heads"} and (trace.top.rows, trace.top.cols) != grid:
+        of_patch = trace.top.rows, trace.top.cols
+        placement = replace(trace.images[index].placement, extent=trace.extent_of(of_patch))
+        facts["patch_box"] = [round(edge, 3) for edge in placement.patch_box(patch, of_patch)]
     cosines = outputs.activation == "softmax" and outputs.scale != 1.0
     if cosines and trace.raw_scores is not None and score.index is not None:
         facts["cosine"] = round(float(trace.raw_scores[index, score.index]) / outputs.scale, 4)
     if method.class_specific and trace.outputs is not outputs:
         facts["against"] = outputs.against
-    return facts
-
-
-def _notes(score: Score, method: Method, trace: TargetedTrace) -> dict[str, Any]:
-    """Return the fact `note`: outputs that may be probabilities already, and an improbable class."""
     notes = [trace.range_note] if trace.range_note else []
     if method.class_specific and trace.probabilities is not None and not score.is_predicted:
         # Displayed as 0.0 %; or, with more than 1000 classes, half of chance.
@@ -218,15 +212,11 @@ def _notes(score: Score, method: Method, trace: TargetedTrace) -> dict[str, Any]
                 f"the probability of this class is {100 * share:.2g} %: the map shows what would increase its score, "
                 "not evidence for its presence"
             )
-    return {"note": "; ".join(notes)} if notes else {}
+    return facts | ({"note": "; ".join(notes)} if notes else {})
 
 
 def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) -> tuple[Maps, list[dict[str, Any]]]:
-    """Run a method on a trace and refine its maps; return them and the effective options of each image's map.
-
-    If refinement was not requested and does not apply, or would make a map nearly constant, the map is not refined, and
-    a fact reports it.
-    """
+    """Run a method on a trace and refine its maps; return them and the effective options of each image's map."""
     steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
     if steps and "refine" in trace.requested and method.refine_stage == "inside":
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
@@ -242,34 +232,31 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) 
 
 
 def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
-    """Refine maps after clamping them at `least`, and add facts to maps that are not refined or nearly constant."""
-    requested, (rows, cols) = "refine" in trace.requested, maps.grids.shape[1:]
-    facts, effective = (each or [{}] * len(maps.grids) for each in (maps.facts, maps.effective))
+    """Refine maps after clamping them at `least`.
+
+    Without an affinity of its patches a map stays as it is, and the fact `refinement` has the reason. If refinement was
+    requested, that is an error for a model and a warning for an image.
+    """
+    requested, (rows, cols), grids = "refine" in trace.requested, maps.grids.shape[1:], maps.grids.detach()
     try:
         affinity = affinity_of(trace, name, (rows, cols), maps.first_layer)
     except UnsupportedModelError as error:
         if requested:
             raise
-        left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
-        return replace(maps, facts=left_out, effective=[each | {"refine": 0} for each in effective])
-    undefined, nearly_uniform = affinity.undefined, affinity.nearly_uniform
-    if requested and undefined.any():
-        raise UnsupportedModelError(f"Refinement does not apply: {_UNDEFINED}. Use refine=0.")
-    skipped = undefined | nearly_uniform
-    if requested and skipped.any():
-        warnings.warn(
-            f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.", VitflowWarning, stacklevel=2
-        )
-    given = maps.grids.detach().to(skipped.device)  # some methods compute their maps on the CPU
-    grids = refine(given if least is None else given.clamp_min(least), affinity, steps)
-    if not requested:
-        grids = torch.where(skipped.view(-1, 1, 1), given, grids)
-        effective = [
-            one | ({"refine": 0} if each else {}) for one, each in zip(effective, skipped.tolist(), strict=True)
-        ]
-    reasons = [_UNDEFINED if each else _UNIFORM for each in undefined.tolist()]
-    notes = [{"refinement": each if requested else f"left out: {each}"} for each in reasons]
-    facts = [fact | note if each else fact for fact, note, each in zip(facts, notes, skipped.tolist(), strict=True)]
+        reasons = [str(error)] * len(grids)
+    else:
+        undefined, skipped = affinity.undefined, affinity.undefined | affinity.nearly_uniform
+        reasons = [_UNDEFINED if each else _UNIFORM for each in undefined.tolist()]
+        reasons = [reason if each else "" for reason, each in zip(reasons, skipped.tolist(), strict=True)]
+        for reason in dict.fromkeys(filter(None, reasons)) if requested else ():
+            warnings.warn(f"A map is not refined: {reason}.", VitflowWarning, stacklevel=2)
+        given = grids.to(skipped.device)  # some methods compute their maps on the CPU
+        refined = refine(given if least is None else given.clamp_min(least), affinity, steps)
+        grids = torch.where(skipped.view(-1, 1, 1), given, refined)
+    facts, effective = (each or [{}] * len(grids) for each in (maps.facts, maps.effective))
+    notes = [{"refinement": f"left out: {reason}"} if reason else {} for reason in reasons]
+    facts = [fact | note for fact, note in zip(facts, notes, strict=True)]
+    effective = [each | {"refine": 0} if note else each for each, note in zip(effective, notes, strict=True)]
     return replace(maps, grids=grids, facts=facts, effective=effective)
 
 

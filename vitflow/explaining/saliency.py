@@ -16,7 +16,7 @@ from vitflow.explaining import captions
 from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
-from vitflow.images.geometry import Placement, Span
+from vitflow.images.geometry import Placement
 from vitflow.images.pen import Mark, Pen, check_marks, takes_drawing_options
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
@@ -63,12 +63,11 @@ class Saliency:
         cosine: similarity behind a softmax over prompts.
         against: description of what is subtracted from the score.
         blank: value and display of the score of the image replaced by its mean colour; for a word also with_image.
-        refinement: why the map is not refined, or nearly constant.
-        patch_grid, patch_extent: (rows, columns) that the option `patch` counts on, if it is not that of the map.
+        refinement: why the map is not refined.
+        patch_box: edges of the patch of the option `patch`, if it is of another grid than the map.
         saturated, flow_layers: share of saturated flows, and the first and last layer of the flow.
         cam_share, cam_layer: share of the gradient that passes the layer of Grad-CAM, and its module.
         reliability, hidden: of sampling: split-half correlation, and how patches were hidden.
-        made_of: methods of a consensus.
         compared_with: what each patch is compared with by similarity.
         detection: box, probability and query of a detection; also requested and iou if a box was given.
         region: kind (of), mean_logit and pixels of a region.
@@ -196,18 +195,8 @@ class Saliency:
         patch, box = self.options.get("patch"), self.options.get("box")
         if patch is None:
             return None if box is None else tuple(box)
-        grid, placement = self.patch_grid
-        return placement.patch_box(patch, grid)
-
-    @property
-    def patch_grid(self) -> tuple[tuple[int, int], Placement]:
-        """(rows, columns) of the grid that the option `patch` counts on, and its placement: of the last layer's."""
-        if "patch_grid" not in self.facts:
-            return (self.grid.shape[0], self.grid.shape[1]), self.placement
-        rows, cols = self.facts["patch_grid"]
-        spans = self.facts.get("patch_extent")
-        extent = None if spans is None else (Span(*spans[0]), Span(*spans[1]))
-        return (rows, cols), replace(self.placement, extent=extent)
+        rows, cols = self.grid.shape
+        return tuple(self.facts.get("patch_box") or self.placement.patch_box(patch, (rows, cols)))
 
     @property
     def marked(self) -> Mark | None:

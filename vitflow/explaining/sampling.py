@@ -160,14 +160,14 @@ FLOOR = 1e-6
 
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
     """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
-    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
     parts: list[Maps] = []
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}
         parts.append(make_maps(method, method.complete(accepted), trace)[0])
-        facts = [known | further for known, further in zip(facts, parts[-1].facts or [{}] * len(facts), strict=True)]
     maps = geometric_mean([each.grids for each in parts], list(PARTS.values()))
+    gae, sampled = (each.facts or [{}] * len(maps) for each in parts)
+    facts = [one | other for one, other in zip(gae, sampled, strict=True)]
     return Maps(maps, facts, significant=parts[-1].significant, effective=parts[-1].effective)
 
 
