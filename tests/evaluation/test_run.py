@@ -146,18 +146,6 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity():
     assert "occlusion" not in evaluate("demo:1", model=tiny, metrics=["roc_auc"]).methods
 
 
-def test_rank_correlation_by_layer_is_a_group(demo):
-    actual = evaluate("demo:2", model=demo, methods=["centre"], metrics=["correlation"], sanity_images=1)
-    assert actual.correlation.shape == (1, 2, 3, 6)
-    assert actual.metrics == ()
-    text = actual.to_markdown()
-    assert "Spearman with occlusion" in text and "Mean ± standard deviation over 1 image" in text
-    rows = actual.to_dict()["correlation"]["spearman"]
-    assert len(rows) == 2 * 3 * 6 and rows[0]["standard_deviation"] is None
-    assert (rows[1]["reference"], rows[1]["method"], rows[1]["layer"]) == ("occlusion", "attention", 2)
-    assert rows[-1]["mean"] == actual.correlation[0, 1, 2, 5]
-
-
 def test_images_without_regions_leave_localisation_out_and_say_so(folder, demo):
     for mask in folder.glob("*_mask.png"):
         mask.unlink()

@@ -42,9 +42,8 @@ class _MethodOrAll(MethodWithOptions):
 @shared.option(
     "Measurement",
     "--metric metrics",
-    "NAME|GROUP|all",
-    "Metric or group (localisation, faithfulness, sanity, grid, sameness, intervals, correlation); repeatable.  "
-    "[default: the first five groups]",
+    "NAME|GROUP",
+    "Metric or group (localisation, faithfulness, sanity, grid, sameness); repeatable.  [default: all]",
     multiple=True,
 )
 @shared.option(
@@ -78,7 +77,7 @@ class _MethodOrAll(MethodWithOptions):
     "Measurement details",
     "--sanity-images",
     0,
-    "Measure sanity and rank correlation (many forward passes) on N randomly chosen images.",
+    "Measure sanity (many forward passes) on N randomly chosen images.",
     default=24,
 )
 @shared.batch_size_option

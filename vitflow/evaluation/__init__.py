@@ -1,4 +1,4 @@
-"""Evaluate saliency maps: localisation, faithfulness, sanity, grids and rank correlation.
+"""Evaluate saliency maps: localisation, faithfulness, sanity, grids and sameness.
 
 `evaluate` runs all of them on a data set; the parts can be used separately. Names are imported lazily, so that the
 table of metrics does not import torch.

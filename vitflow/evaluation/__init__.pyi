@@ -8,8 +8,6 @@ from .measures.inputs import blank_inputs as blank_inputs
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import localise as localise
-from .measures.references import coverage as coverage
-from .measures.references import rank_correlation as rank_correlation
 from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity
 from .measures.sanity import flip_stability as flip_stability

@@ -15,8 +15,7 @@ from vitflow.errors import NoGradientError, ShapeError
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
-from vitflow.evaluation.measures.references import coverage, rank_correlation
-from vitflow.evaluation.metrics import METRICS, blurred_label, has_intervals
+from vitflow.evaluation.metrics import METRICS, blurred_label
 from vitflow.evaluation.samples import Labelled, is_turned
 from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class
 from vitflow.explaining.explainer import Explainer
@@ -197,24 +196,12 @@ def _grid(case: Case, values: Values) -> None:
                 values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
 
 
-def _intervals(case: Case, values: Values) -> None:
-    for method in case.protocol.methods:
-        if has_intervals(method.options):
-            values[method.label]["coverage"] = coverage(case.explainer, case.maps[method.label])
-
-
-def _correlation(case: Case, _: Values) -> dict[str, Any]:
-    return {"correlation": rank_correlation(case.explainer, case.image.image, target=case.truth.target).tolist()}
-
-
 # The function of each group that needs one image only: adds values, and may return further entries of the row.
 _MEASURES: dict[str, Callable[[Case, Values], dict[str, Any] | None]] = {
     "localisation": _localisation,
     "faithfulness": _faithfulness,
     "sanity": _sanity,
     "grid": _grid,
-    "intervals": _intervals,
-    "correlation": _correlation,
 }
 
 

@@ -3,10 +3,9 @@
 This module imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from vitflow.errors import OptionError, check_known
 
@@ -48,76 +47,51 @@ class Group:
     Attributes:
         title: heading of their section.
         question: the question.
-        needs: requirements, of "regions" (in the data), "classes" (of the model) and "intervals" (of a method).
-        default: True if the group is measured by default.
+        needs: what it requires: "regions" (in the data) or "classes" (of the model), or nothing.
         costly: True if it takes many forward passes per image, and is measured on a random subset of the images.
         undefined: reasons for undefined values.
-        limitations: what the group does not show, if it has no metrics.
     """
 
     title: str
     question: str
-    needs: tuple[str, ...] = ()
-    default: bool = False
+    needs: str = ""
     costly: bool = False
     undefined: str = ""
-    limitations: str = ""
 
 
-#: Groups of metrics; "correlation" is measured by layer and has tables instead of metrics.
+#: Groups of metrics by name.
 GROUPS = {
     "localisation": Group(
         "Localisation",
         "Does the map highlight the object?",
-        needs=("regions",),
-        default=True,
+        needs="regions",
         undefined="the model input shows no object or no background, or the data has no regions",
     ),
     "faithfulness": Group(
         "Faithfulness",
         "Does the prediction depend on the patches that the map ranks highest?",
-        needs=("classes",),
-        default=True,
+        needs="classes",
         undefined="a constant map does not rank patches",
     ),
     "sanity": Group(
         "Sanity",
         "Does the map depend on the weights, follow the image and differ between classes?",
-        default=True,
         costly=True,
         undefined="a map is constant, or does not shift by whole patches",
     ),
     "grid": Group(
         "One class against another",
         "Among several objects, does the map highlight the target?",
-        needs=("classes",),
-        default=True,
+        needs="classes",
     ),
     "sameness": Group(
         "Sameness",
         "Does the map depend on the image, or are the maps of all images the same?",
-        default=True,
         undefined="a map is constant",
-    ),
-    "intervals": Group(
-        "Intervals of sampling",
-        "Do the intervals contain what many more masks give without a prior?",
-        needs=("classes", "intervals"),
-        costly=True,
-    ),
-    "correlation": Group(
-        "Rank correlation by layer",
-        "Do attention, rollout and flow of each layer rank patches as the references do?",
-        needs=("classes",),
-        costly=True,
-        limitations="Occlusion and input gradients are not ground truth: a high correlation shows agreement, not "
-        "correctness.",
     ),
 }
 
-_localisation, _faithfulness, _sanity, _grid, _sameness, _intervals = (
-    partial(Metric, group) for group in ("localisation", "faithfulness", "sanity", "grid", "sameness", "intervals")
-)
+_localisation, _faithfulness, _sanity, _grid, _sameness = (partial(Metric, group) for group in GROUPS)
 
 # Name, title, description and limitations.
 _METRICS = (
@@ -242,36 +216,25 @@ _METRICS = (
         better="lower",
         limits=(-1.0, 1.0),
     ),
-    _intervals(
-        "coverage",
-        "coverage",
-        "Share of patches whose 95 % interval contains the difference of means of 2,048 masks of another seed.",
-        "Correct intervals have a coverage of 0.95, and wide ones more; it does not show that a map is right.",
-    ),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
-    """Return the metrics of these names and groups ("all"), in table order, and the groups to compute for them.
+    """Return the metrics of these names and groups, by default all, in table order, and the groups to compute for them.
 
     >>> metrics, groups = choose_metrics(["roc_auc", "sanity"])
     >>> [metric.name for metric in metrics][:2], groups
     (['roc_auc', 'randomisation'], ['localisation', 'sanity'])
     """
-    requested = [name for name, group in GROUPS.items() if group.default] if names is None else list(names)
+    requested = list(GROUPS if names is None else names)
     if not requested:
         raise OptionError("Expected at least one metric, got none.")
     for name in requested:
-        check_known("metric", name, [*METRICS, *GROUPS, "all"])
-    chosen = [metric for metric in METRICS.values() if {metric.name, metric.group, "all"} & set(requested)]
+        check_known("metric", name, [*METRICS, *GROUPS])
+    chosen = [metric for metric in METRICS.values() if {metric.name, metric.group} & set(requested)]
     groups = {metric.group for metric in chosen}
-    return chosen, [name for name in GROUPS if name in groups or {name, "all"} & set(requested)]
-
-
-def has_intervals(options: Mapping[str, Any]) -> bool:
-    """Return True if values with these options have intervals, as those of sampling and consensus."""
-    return "masks" in options
+    return chosen, [name for name in GROUPS if name in groups]
 
 
 _SUFFIX = " (blurred)"

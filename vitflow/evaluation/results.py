@@ -19,7 +19,7 @@ from PIL import Image
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import GROUPS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE
-from vitflow.evaluation.tables import Table, TableRow, Tables
+from vitflow.evaluation.tables import TableRow, Tables
 from vitflow.evaluation.verdict import counted, notes_on, undefined_values, verdict
 from vitflow.files import write_atomically
 from vitflow.folder.columns import escape_formula
@@ -71,19 +71,14 @@ class Evaluation(Tables):
 
     def __str__(self) -> str:
         """Format for the terminal: the verdict, and the main numbers of each method."""
-        tables = [self.overview()] if self.metrics else self.correlation_tables()
         sentences = "\n".join(answer.sentence for answer in verdict(self))
-        return "\n\n".join(filter(None, [sentences, *map(str, tables)]))
+        return "\n\n".join(filter(None, [sentences, str(self.overview())]))
 
     def _repr_mimebundle_(self, **_: Any) -> Any:
         """Return the notebook display: a table per group of metrics, and a bar chart of the first group."""
+        tables = map(self.overview, self.groups)
         bars = draw_bars(self, [self.metrics[0].group]) if self.metrics else None
-        return bundle(repr(self), bars, [html_table(table.rows, table.columns) for table in self._shown()])
-
-    def _shown(self) -> list[Table]:
-        """Return the tables to display: one for each group, and those of rank correlation."""
-        overviews = [self.overview(name) for name in self.groups if name != "correlation"]
-        return overviews if self.correlation is None else [*overviews, *self.correlation_tables()]
+        return bundle(repr(self), bars, [html_table(table.rows, table.columns) for table in tables])
 
     def to_pandas(self) -> Any:
         """Return `rows` as a pandas DataFrame.
@@ -137,16 +132,12 @@ class Evaluation(Tables):
             record["curves"] |= {name: self.mean_lines(name) for name in ("deletion", "insertion")}
         if "cascade" in self.series:
             record["randomisation"] = {"stages": self.stages} | self.mean_lines("cascade")
-        if self.correlation is not None:
-            record["correlation"] = {"images": len(self.correlation), "spearman": self.correlations()}
         return record
 
     def to_markdown(self) -> str:
         """Return the verdict, and tables of means ± standard errors for each group, baselines last, with the notes."""
         sentences = " ".join(answer.sentence for answer in verdict(self))
-        blocks = [*filter(None, [sentences]), *(table.to_markdown() for table in self._shown())]
-        if self.correlation is not None:
-            blocks.append(f"Mean ± standard deviation over {counted(len(self.correlation), 'image')}, {self.model}.")
+        blocks = [*filter(None, [sentences]), *(self.overview(name).to_markdown() for name in self.groups)]
         departures = "; ".join(f"{label}: {text}" for label, text in self.departures.items() if text)
         blocks += [f"Differences from publications: {departures}."] if departures else []
         return "\n\n".join([*blocks, f"{self.data}; {self.model}.", *self.notes]) + "\n"
@@ -218,7 +209,7 @@ def _image(figure: Figure, suffix: str) -> dict[str, Any]:
 
 def draw_charts(tables: Tables) -> dict[str, Figure]:
     """Return the bars of each group, and the curves of faithfulness, by name."""
-    figures = {name: draw_bars(tables, [name]) for name in tables.groups if name != "correlation"}
+    figures = {name: draw_bars(tables, [name]) for name in tables.groups}
     return figures | ({"curves": _draw_curves(tables)} if tables.fractions else {})
 
 

@@ -26,7 +26,7 @@ from vitflow.errors import (
 from vitflow.evaluation.card import card_method, check_count, draw_card, median_images
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_sameness, measure, with_maps
-from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals, is_blurred
+from vitflow.evaluation.metrics import GROUPS, choose_metrics, is_blurred
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
 from vitflow.evaluation.targets import ImageGrid, choose_target, draw_grids, explain_samples, make_grids, random_order
@@ -60,7 +60,6 @@ _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 _MISSING = {
     "regions": "the data has no masks or boxes",
     "classes": "the model has no classes",
-    "intervals": "only sampling and consensus have intervals",
 }
 
 
@@ -95,8 +94,8 @@ def evaluate(
         methods: names, or (name, options) pairs; "all" for every method that the model supports; by default all of
             these except similarity and methods that run the model again: frozen gradient, occlusion, sampling,
             consensus and LeGrad (with "all" without sanity checks). The baselines `random` and `centre` are added.
-        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "sameness", "intervals",
-            "correlation"), or "all"; by default the first five, without metrics that have no value on these images.
+        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "sameness"); by default all that
+            have a value on these images.
         output: folder for the rows, tables, figures and the HTML report.
         card: file (.png, .pdf or .svg) for a card of the only method, or of that of the verdict: three images with
             their maps, deletion and localisation. It requires ten images.
@@ -106,8 +105,7 @@ def evaluate(
             default "drop" if the model supports it, else "blank".
         points: number of points of the deletion and insertion curves, both ends included.
         blurred_control: also measure each map blurred, as a control for the effect of smoothness.
-        sanity_images: number of randomly drawn images for sanity, intervals and rank correlation, which take many
-            forward passes.
+        sanity_images: number of randomly drawn images for sanity, which takes many forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
         seed: seed of the random weights and the draw of images, or a generator that it is drawn from.
         overwrite: discard the rows of an earlier run in the output folder.
@@ -136,7 +134,7 @@ def evaluate(
         check_format(card)
         check_count(len(dataset))
     explainer = explainer_for(model)
-    groups, notes = _possible_groups(groups, dataset, explainer, chosen)
+    groups, notes = _possible_groups(groups, dataset, explainer)
     notes += dataset.notes
     if methods is None or methods == "all":
         chosen, refused = _applicable_methods(explainer, dataset, chosen)
@@ -221,18 +219,11 @@ def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, A
     return sorted(chosen, key=lambda method: method.name in BASELINES)
 
 
-def _possible_groups(
-    groups: Sequence[str], dataset: Dataset, explainer: Explainer, chosen: Sequence[ChosenMethod]
-) -> tuple[list[str], list[str]]:
-    """Return the groups that data, methods and model support, and notes on the others; OptionError if none is left."""
-    available = {
-        "regions": dataset.has_regions,
-        "classes": bool(explainer.num_classes),
-        "intervals": any(has_intervals(method.options) for method in chosen),
-    }
-    missing = {group: [need for need in GROUPS[group].needs if not available[need]] for group in groups}
-    notes = [f"Skipped {group}: {_MISSING[needs[0]]}." for group, needs in missing.items() if needs]
-    left = [group for group, needs in missing.items() if not needs]
+def _possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:
+    """Return the groups that data and model support, and notes on the others; OptionError if none is left."""
+    available = {"": True, "regions": dataset.has_regions, "classes": bool(explainer.num_classes)}
+    left = [group for group in groups if available[GROUPS[group].needs]]
+    notes = [f"Skipped {group}: {_MISSING[GROUPS[group].needs]}." for group in groups if group not in left]
     if not left:
         raise OptionError(f"None of the metrics can be measured. {' '.join(notes)}")
     return left, notes

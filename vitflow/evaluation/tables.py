@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from vitflow.analysis.comparison import Comparison
 from vitflow.errors import check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
-from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
-from vitflow.evaluation.metrics import METRICS, Metric, has_intervals, is_blurred
+from vitflow.evaluation.metrics import METRICS, Metric, is_blurred
 from vitflow.evaluation.statistics import (
     Difference,
     Estimate,
@@ -152,17 +151,10 @@ class Tables:
         """Names of the stages of randomisation, from the top of the network down."""
         return next((image["stages"] for image in self.images if "stages" in image), [])
 
-    @cached_property
-    def correlation(self) -> NDArray[np.float64] | None:
-        """Rank correlation by layer if it was measured, [images, references, methods, layers]."""
-        measured = [image["correlation"] for image in self.images if "correlation" in image]
-        return np.array(measured, dtype=np.float64) if measured else None
-
     @property
     def groups(self) -> list[str]:
-        """Groups of the metrics, in order, and "correlation" if it was measured."""
-        groups = list(dict.fromkeys(metric.group for metric in self.metrics))
-        return groups if self.correlation is None else [*groups, "correlation"]
+        """Groups of the metrics, in order."""
+        return list(dict.fromkeys(metric.group for metric in self.metrics))
 
     def is_baseline(self, method: str) -> bool:
         """Return True if the method does not depend on the model."""
@@ -175,8 +167,6 @@ class Tables:
 
     def is_measured(self, method: str, metric: Metric) -> bool:
         """Return True if the metric was measured for the method; controls are measured on one image and class only."""
-        if metric.group == "intervals":
-            return has_intervals(self.settings.get("options", {}).get(method, {}))
         if metric.group == "sanity" and method in self.settings.get("unchecked", ()):
             return False
         return not (is_blurred(method) and metric.group in ("sanity", "grid", "sameness"))
@@ -305,31 +295,3 @@ class Tables:
         defined = (of_method[~np.isnan(of_method).any(axis=1)] for of_method in overlaps)
         ious = [accumulated_iou(counts) if len(counts) else None for counts in defined]
         return dict(zip(self.methods, ious, strict=False))
-
-    def correlations(self) -> list[dict[str, Any]]:
-        """Return a row per reference, method and layer: mean and standard deviation of Spearman's ρ over images."""
-        if self.correlation is None:
-            return []
-        means = defined_means(self.correlation)
-        spreads = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
-        cells = product(enumerate(REFERENCES), enumerate(LAYER_METHODS), range(means.shape[-1]))
-        return [
-            {"reference": reference, "method": method, "layer": layer + 1}
-            | {"mean": optional(means[i, j, layer]), "standard_deviation": optional(spreads[i, j, layer])}
-            for (i, reference), (j, method), layer in cells
-        ]
-
-    def correlation_tables(self) -> list[Table]:
-        """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
-        tables = []
-        for reference, cells in groupby(self.correlations(), lambda row: row["reference"]):
-            lines = [list(line) for _, line in groupby(cells, lambda row: row["method"])]
-            head = (f"Spearman with {METHODS[reference].title.lower()}", *(f"L{row['layer']}" for row in lines[0]))
-            rows = [(METHODS[line[0]["method"]].title.lower(), *map(_with_spread, line)) for line in lines]
-            tables.append(Table(head, rows))
-        return tables
-
-
-def _with_spread(row: Mapping[str, Any]) -> str:
-    spread = row["standard_deviation"]
-    return decimal(row["mean"], 2) + ("" if spread is None else f" ± {spread:.2f}")

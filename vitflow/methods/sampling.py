@@ -156,7 +156,7 @@ class Posterior:
     """Posterior of the weights of patches.
 
     Attributes:
-        mean: [patches], or [n] of linear functions of the weights; float64, in the unit of the scores.
+        mean: float64 [patches], in the unit of the scores.
         std: standard deviations, of the same shape.
         noise: λ, the variance of the noise of a score relative to the mean prior variance of the scores.
     """
@@ -166,14 +166,7 @@ class Posterior:
     noise: float
 
 
-def regress(
-    kept: Tensor,
-    scores: Tensor,
-    factor: Tensor,
-    *,
-    noise: float | None = None,
-    of: Tensor | None = None,
-) -> Posterior:
+def regress(kept: Tensor, scores: Tensor, factor: Tensor, *, noise: float | None = None) -> Posterior:
     """Linear regression of scores on masks, with a Gaussian prior whose covariance is F Fᵀ up to its scale.
 
     s = μ + X w + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the kernel
@@ -186,7 +179,6 @@ def regress(
         scores: s, the score of each mask, [masks].
         factor: F, [patches, k]; zeros exclude a patch.
         noise: λ; None to estimate it.
-        of: linear functions of the weights, [n, patches], whose posterior is returned instead.
 
     Raises:
         OptionError: noise is not a positive number.
@@ -218,9 +210,8 @@ def regress(
     values, rotated = values.clamp_min(0.0), basis.mT @ centred
     noise = _likeliest_noise(values, rotated) if noise is None else noise
     inverse = 1.0 / (values + noise)
-    results = factor if of is None else of.double() @ factor
-    covariance = scale * basis.mT @ seen @ results.mT  # of scores and results, [masks, n]
-    variance = scale * results.square().sum(dim=1) - inverse @ covariance.square()
+    covariance = scale * basis.mT @ seen @ factor.mT  # of scores and weights, [masks, patches]
+    variance = scale * factor.square().sum(dim=1) - inverse @ covariance.square()
     sigma = (rotated.square() @ inverse) / (count - 1)
     return Posterior((inverse * rotated) @ covariance, (variance.clamp_min(0.0) * sigma).sqrt(), noise)
 

@@ -1,1 +1,1 @@
-"""Measures of maps: localisation, faithfulness, sanity and rank correlation."""
+"""Measures of maps: localisation, faithfulness and sanity."""
