@@ -270,6 +270,21 @@ def test_other_code_or_settings_are_another_model(one, other):
     assert state_sha256(one()) == state_sha256(one()) != state_sha256(other())
 
 
+def test_code_is_its_source_file_and_without_one_no_model_is_the_same(tmp_path):
+    def module_of(text: str | None, number: float) -> torch.nn.Module:
+        code = f"import torch\nFACTOR = {number}\nclass Scale(torch.nn.Module):\n"
+        code += "    def forward(self, x):\n        return FACTOR * x\n"
+        path, names = tmp_path / f"own{number}.py", {"__name__": "own"}
+        if text is not None:
+            path.write_text(code + text)
+        exec(compile(code, str(path) if text is not None else "<unknown>", "exec"), names)
+        return names["Scale"]()
+
+    assert state_sha256(module_of("", 2)) == state_sha256(module_of("", 2)) != state_sha256(module_of("", 3))
+    unknown = module_of(None, 2)
+    assert state_sha256(unknown) != state_sha256(unknown)
+
+
 def test_a_function_is_identified_by_what_it_reads():
     outputs = [lambda output, index=index: output[:, [index]] for index in (0, 1)]
     outputs += [partial(lambda output, index: output[:, [index]], index=index) for index in (0, 1)]

@@ -126,8 +126,10 @@ def _loaded(request_file: Path) -> "tuple[Request, Batches]":
 
     request: Request = pickle.loads(request_file.read_bytes())
     explainer = explainer_for(request.model)
-    # The devices of the driver and the actors may differ.
-    actual = explainer.fingerprint() | {"device": request.fingerprint["device"]}
+    # Devices may differ, and the source files of the driver may not be on this machine.
+    kept = ("device", "state_sha256", "outputs")
+    own = {name: value for name, value in request.fingerprint.items() if name in kept}
+    actual = explainer.fingerprint() | own
     if different := fingerprint_difference(request.fingerprint, actual):
         raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
     return request, Batches(explainer, request.batch_size)

@@ -5,14 +5,15 @@ code, attributes and hooks do as well, and the versions of the libraries that it
 """
 
 import hashlib
-import inspect
+import linecache
+import secrets
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ _LIBRARIES = {
     "vitflow": "vitflow",
 }
 # Attributes of modules that do not change their outputs, or are hashed with the weights.
-_LEFT_OUT = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+_LEFT_OUT = {"training", "_parameters", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
 _LEFT_OUT |= {"_is_full_backward_hook", "call_super_init", "dump_patches", "_loaded_as", "_loaded_tokenizer", "note"}
 _LEFT_OUT |= {"pretrained_cfg", "default_cfg", "name_or_path", "_name_or_path", "_commit_hash", "warnings_issued"}
 _LEFT_OUT |= {"transformers_version", "generation_config", "_is_hf_initialized", "_is_torch_compile"}
@@ -52,9 +53,9 @@ def weights_sha256(model: nn.Module) -> str:
 def state_sha256(value: Any) -> str:
     """Return a hash of the code and state of a model or function, without a model's weights.
 
-    For modules: their paths and classes, buffers outside of the state_dict, attributes and hooks. For functions:
-    bytecode, defaults, the values in their closure, and the global values and functions that they read. Code of known
-    libraries counts by its name; see `library_versions`.
+    For modules: their paths and classes, buffers outside of the state_dict, attributes and hooks; for functions: their
+    defaults and the values in their closure. The code of functions and classes is their source file; without one they
+    never have the same hash again. Code of known libraries counts by its name; see `library_versions`.
 
     >>> two, three = partial(torch.mul, 2), partial(torch.mul, 3)
     >>> state_sha256(two) == state_sha256(partial(torch.mul, 2)), state_sha256(two) == state_sha256(three)
@@ -84,8 +85,7 @@ class _State:
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
-        self._known: dict[int, int] = {}  # modules, functions and classes that were added, by id
-        self._open: set[int] = set()  # ids of the values that contain the current one
+        self._known: dict[int, tuple[int, Any]] = {}  # values that were added, by id: their number, and themselves
 
     def add(self, value: Any) -> None:
         """Add a value."""
@@ -96,67 +96,26 @@ class _State:
         elif isinstance(value, Tensor | np.ndarray):
             self._array(value)
         elif id(value) in self._known:
-            self._text(f"number {self._known[id(value)]}")
-        elif isinstance(value, nn.Module | FunctionType | type):
-            self._known[id(value)] = len(self._known)
-            if isinstance(value, nn.Module):
-                self._module(value)
-            elif isinstance(value, FunctionType):
-                self._function(value)
-            else:
-                self._class(value)
-        elif id(value) not in self._open:
-            self._open.add(id(value))
-            self._each(_parts(value))
-            self._open.remove(id(value))
+            self._text(f"number {self._known[id(value)][0]}")
+        else:
+            self._known[id(value)] = len(self._known), value
+            for part in _parts(value):
+                self.add(part)
+            self._text("end")
 
     def _text(self, text: str) -> None:
         self.digest.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
 
-    def _each(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.add(value)
-        self._text("end")
-
     def _array(self, value: Any) -> None:
         """Add the values of a tensor or array; of quantised and sparse ones those that they stand for."""
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            return self._each(value.ravel().tolist())
         self._text(f"{value.dtype} {tuple(value.shape)}")
         if isinstance(value, np.ndarray):
-            return self.digest.update(np.ascontiguousarray(value).tobytes())
-        if value.is_meta:
-            return None
-        plain = value.detach()
-        plain = plain.dequantize() if plain.is_quantized or type(value).__module__.startswith("torchao") else plain
-        plain = (plain if plain.layout == torch.strided else plain.to_dense()).cpu().resolve_conj().resolve_neg()
-        return self.digest.update(memoryview(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-    def _module(self, model: nn.Module) -> None:
-        for path, module in module_paths(model):
-            self._each((path, type(module)))
-            self._each((name, module._buffers.get(name)) for name in sorted(module._non_persistent_buffers_set))
-            self._each(_settings(module))
-
-    def _function(self, function: FunctionType) -> None:
-        self._text(function.__qualname__)
-        if _is_custom(function):
-            self._each((function.__code__, function.__defaults__, function.__kwdefaults__))
-            with suppress(ValueError):  # a variable of the closure has no value yet
-                read = inspect.getclosurevars(function)
-                self._each(read.nonlocals.items())
-                self._each(pair for pair in read.globals.items() if _is_read(pair[1], function))
-
-    def _class(self, kind: type) -> None:
-        self._text(kind.__qualname__)
-        if _is_custom(kind):
-            self._each(base for base in kind.__mro__[1:] if base is not object)
-            members = ((name, getattr(value, "__func__", value)) for name, value in sorted(vars(kind).items()))
-            for name, value in members:
-                value = value.fget if isinstance(value, property) else value
-                dunder = name.startswith("__") and not isinstance(value, FunctionType)
-                if not dunder and isinstance(value, (*_PLAIN, FunctionType, Tensor, list, tuple, dict)):
-                    self._each((name, value))
+            self.digest.update(np.ascontiguousarray(value).tobytes())
+        elif not value.is_meta:
+            plain = value.detach()
+            plain = plain.dequantize() if plain.is_quantized or type(value).__module__.startswith("torchao") else plain
+            plain = (plain if plain.layout == torch.strided else plain.to_dense()).cpu().resolve_conj().resolve_neg()
+            self.digest.update(memoryview(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def _original(value: Any) -> Any:
@@ -165,7 +124,11 @@ def _original(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return the values that a container, bytecode or object consists of."""
+    """Return the values that a module, function, class, container or object consists of."""
+    if isinstance(value, nn.Module):
+        return [(path, type(module), *_settings(module)) for path, module in module_paths(value)]
+    if isinstance(value, FunctionType | type):
+        return (value.__qualname__, *(_code(value) if _is_custom(value) else ()))
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, AbstractSet):
@@ -176,31 +139,41 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.func, value.args, value.keywords
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
-    if isinstance(value, CodeType):
-        return value.co_code, value.co_names, value.co_consts
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
     # Other objects may hold what changes from process to process.
     known = _is_custom(type(value)) or hasattr(value, "to_dict") or hasattr(value, "__dataclass_fields__")
     return (str(name), *(_settings(value) if known and hasattr(value, "__dict__") else ()))
 
 
+def _code(code: Any) -> Iterable[Any]:
+    """Return the bases and methods of a class, or the source and state of a function."""
+    if isinstance(code, type):
+        methods = [each for each in vars(code).values() if isinstance(each, FunctionType)]
+        module = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
+        return (*(base for base in code.__mro__[1:] if base is not object), *(methods or [_source(module)]))
+    closure: list[Any] = []
+    with suppress(ValueError):  # a variable has no value yet
+        closure += (cell.cell_contents for cell in code.__closure__ or ())
+    place = repr([*code.__code__.co_positions()])  # several functions may be in one file, or one line
+    return _source(code.__code__.co_filename), place, code.__defaults__, code.__kwdefaults__, closure
+
+
+def _source(path: str) -> str:
+    """Return the text of a source file; without one, a text that is never the same."""
+    return "".join(linecache.getlines(path)) or secrets.token_hex()
+
+
 def _settings(owner: Any) -> Iterable[Any]:
     """Yield the attributes of a module or object that may change what it computes."""
     for name, value in sorted(vars(owner).items()):
-        if name in _LEFT_OUT or ("hooks" in name and not value):
+        if name == "_buffers":
+            yield from ((each, value.get(each)) for each in sorted(owner._non_persistent_buffers_set))
             continue
-        if name == "forward" and getattr(_original(value), "__func__", None) is type(owner).forward:
-            continue  # compiled
-        yield name, [*value.values()] if "hooks" in name and isinstance(value, Mapping) else value
+        compiled = name == "forward" and getattr(_original(value), "__func__", None) is type(owner).forward
+        if name not in _LEFT_OUT and not compiled and ("hooks" not in name or value):
+            yield name, [*value.values()] if "hooks" in name and isinstance(value, Mapping) else value
 
 
 def _is_custom(code: Any) -> bool:
     """Return True for classes and functions outside of the known libraries and the standard library."""
     return str(code.__module__).partition(".")[0] not in {*_LIBRARIES, *sys.stdlib_module_names}
-
-
-def _is_read(value: Any, reader: FunctionType) -> bool:
-    """Return True if a global variable belongs to the state of a function: a plain value, or code of its package."""
-    if isinstance(value, FunctionType | type):
-        return str(value.__module__).partition(".")[0] == str(reader.__module__).partition(".")[0]
-    return isinstance(value, (*_PLAIN, Tensor))
