@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -160,28 +158,25 @@ def upsample(
     left, top, right, bottom = placement.seen_box
     if left == right or top == bottom:
         return heatmap
-    if interpolation == "nearest":
-        rows = _patch_of_pixels(0, top, bottom, grid.shape[0], placement)
-        cols = _patch_of_pixels(1, left, right, grid.shape[1], placement)
-        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
-    elif interpolation == "smooth":
-        centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
-        (y, x), (first, other) = placement.to_input(centres[0], centres[1]), placement.cells(grid.shape)
-        wide = np.ascontiguousarray(_blended(grid.T, *_spline(grid.shape[1], (x - other[0]) / other[1])).T)
-        seen, (indices, weights) = heatmap[top:bottom, left:right], _spline(grid.shape[0], (y - first[0]) / first[1])
-        low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
-        for strip in strips(*seen.shape):
-            np.clip(_blended(wide, indices[:, strip], weights[:, strip]), low, high, out=seen[strip])
-    else:
-        cells = placement.cells(grid.shape)
-        height, width = (max(1, round(length)) for _, length in cells)
-        heatmap[top:bottom, left:right] = cv2.warpAffine(
-            cv2.resize(grid, (width, height), interpolation=cv2.INTER_LINEAR),
-            _pixel_to_cells(placement, left, top, cells, (height, width)),
-            (right - left, bottom - top),
-            flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
-            borderMode=cv2.BORDER_REPLICATE,
+    centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
+    shares = [
+        (at - start) / length
+        for at, (start, length) in zip(placement.to_input(*centres), placement.cells(grid.shape), strict=True)
+    ]
+    low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
+    if interpolation == "linear":  # by way of the pixels of the model input
+        sides = [max(1, round(length)) for _, length in placement.cells(grid.shape)]
+        rows, cols = (
+            _neighbours((np.arange(side) + 0.5) / side, count, "linear")
+            for side, count in zip(sides, grid.shape, strict=True)
         )
+        grid = _blended(_blended(grid.T, *cols).T, *rows)
+    (indices, weights), cols = (
+        _neighbours(at, count, interpolation) for at, count in zip(shares, grid.shape, strict=True)
+    )
+    wide, seen = np.ascontiguousarray(_blended(grid.T, *cols).T), heatmap[top:bottom, left:right]
+    for strip in strips(*seen.shape):
+        np.clip(_blended(wide, indices[:, strip], weights[:, strip]), low, high, out=seen[strip])
     return heatmap
 
 
@@ -225,50 +220,28 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
     return overlaps(edges, np.arange(count + 1) * (side / count)) / np.diff(edges)
 
 
-def _spline(count: int, places: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the patches along an axis that a quadratic B-spline reads at positions from 0 to 1, and their weights.
-
-    Both are [3, positions].
-    """
+def _neighbours(
+    places: NDArray[np.float64], count: int, interpolation: Interpolation
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the cells along an axis that are read at positions from 0 to 1, and their weights, [cells, positions]."""
     at = places * count - 0.5
-    nearest = np.rint(at).astype(np.int64)
-    distance = at - nearest
-    weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2]).astype(np.float32)
-    return np.clip(nearest + np.array([[-1], [0], [1]]), 0, count - 1), weights
+    if interpolation == "linear":
+        first = np.floor(at)
+        weights = np.stack([1 - (at - first), at - first])
+    else:
+        first, weights = np.floor(at + 0.5), np.ones((1, len(at)))
+    if interpolation == "smooth":
+        distance = at - first
+        weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2])
+        first = first - 1
+    indices = first.astype(np.int64) + np.arange(len(weights))[:, None]
+    return np.clip(indices, 0, count - 1), weights.astype(np.float32)
 
 
 def _blended(
     lines: NDArray[np.float32], indices: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the weighted sums of three lines each, [positions, …]."""
+    """Return weighted sums of lines, [positions, …]."""
     # No product of matrices: the threads of BLAS would spin afterwards.
     blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, lines[indices])
     return blended
-
-
-def _pixel_to_cells(
-    placement: Placement, left: int, top: int, cells: Sequence[tuple[float, float]], size: tuple[int, int]
-) -> NDArray[np.float64]:
-    """Return the 2 × 3 matrix from pixel indices, from (left, top) on, to those of cells resized to (height, width)."""
-    # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
-    (y0, x0), (y1, x1) = (
-        [
-            (place - start) * (pixels / length)
-            for place, (start, length), pixels in zip(placement.to_input(top + k, left + k), cells, size, strict=True)
-        ]
-        for k in (0.5, 1.5)
-    )
-    return np.array([[x1 - x0, 0.0, x0 - 0.5], [0.0, y1 - y0, y0 - 0.5]])
-
-
-def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
-    """Return the row (axis 0) or column (axis 1) of the patch that contains the centre of each pixel."""
-    size, resized = placement.image_size[axis], placement.resized_size[axis]
-    # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
-    centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
-    if placement.extent is None:
-        return centres * count // (2 * size * placement.input_size[axis])
-    start, length = (Fraction(each).limit_denominator(1000) for each in placement.cells((count, count))[axis])
-    numerator = (centres * start.denominator - 2 * size * start.numerator) * count * length.denominator
-    patches = numerator // (2 * size * length.numerator * start.denominator)
-    return patches.clip(0, count - 1)

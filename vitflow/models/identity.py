@@ -150,7 +150,8 @@ def _code(code: Any) -> Iterable[Any]:
     if isinstance(code, type):
         methods = [each for each in vars(code).values() if isinstance(each, FunctionType)]
         module = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-        return (*(base for base in code.__mro__[1:] if base is not object), *(methods or [_source(module)]))
+        bases = [base for base in code.__mro__[1:] if base is not object]
+        return (*bases, *methods) if methods else (*bases, _source(module))
     closure: list[Any] = []
     with suppress(ValueError):  # a variable has no value yet
         closure += (cell.cell_contents for cell in code.__closure__ or ())
