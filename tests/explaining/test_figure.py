@@ -142,7 +142,7 @@ def cropped() -> Saliency:
     return Saliency(grid, placement, image, "noise.png", "own", "rollout", {"patch": (1, 2)})
 
 
-@pytest.mark.parametrize("options", [{}, {"contours": True, "alpha": 0.4}, {"fade": False}, {"crop_to_seen": True}])
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.4}, {"fade": False}, {"crop_to_seen": True}])
 def test_a_heatmap_alone_over_any_ground_is_the_overlay_of_that_ground(cropped, options):
     alone = cropped.overlay(background="none", **options).astype(float)
     for level in (0, 90, 255):

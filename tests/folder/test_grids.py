@@ -115,8 +115,8 @@ def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
     assert not (out / "manifest.parquet").exists()
 
 
-def test_backgrounds_and_contours_reach_the_overlays_and_the_report(tmp_path, explainer):
-    drawing = {"background": "dim", "contours": True, "interpolation": "nearest"}
+def test_backgrounds_reach_the_overlays_and_the_report(tmp_path, explainer):
+    drawing = {"background": "dim", "interpolation": "nearest"}
     source, out = fill(tmp_path / "in", 1), tmp_path / "out"
     run(source, out, model=explainer, format="png", report=True, drawing=drawing)
     saliency = explainer.explain(source / "0.jpg")

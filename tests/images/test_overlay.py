@@ -11,7 +11,7 @@ from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
 from vitflow.images import INTERPOLATIONS, overlay
 from vitflow.images.geometry import Placement, place
-from vitflow.images.overlay import blend, has_two_sides, mass_level, scale_range
+from vitflow.images.overlay import blend, has_two_sides, scale_range
 from vitflow.images.preprocessing import upsample
 
 
@@ -175,7 +175,7 @@ def test_constant_maps_draw_constant():
         np.testing.assert_array_equal(blend(image, heatmap, background="photo", mark_unseen=False), image)
         for background in overlay.KEPT:
             bare = on_background(image, background).round()
-            drawn = blend(image, heatmap, background=background, contours=True, mark_unseen=False)
+            drawn = blend(image, heatmap, background=background, mark_unseen=False)
             assert np.abs(drawn - bare)[seen_mask(placement)].max() <= 1
 
 
@@ -322,7 +322,7 @@ def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
 
 
 @pytest.mark.parametrize("size", [(90, 140), (140, 90), (1001, 40)])
-@pytest.mark.parametrize("options", [{"background": name} for name in overlay.KEPT] + [{"contours": True}])
+@pytest.mark.parametrize("options", [{"background": name} for name in overlay.KEPT])
 def test_unseen_pixels_are_quiet_or_untouched_and_their_border_is_marked(size, options):
     placement = place(size, (32, 32), crop_pct=0.7)
     image = photograph(*size)
@@ -391,7 +391,6 @@ IMAGE, HEATMAP, SQUARE = photograph(10, 12), random_grid(10, 12), place((10, 10)
         (lambda: blend(IMAGE, HEATMAP, alpha=1.5), OptionError, "alpha"),
         (lambda: blend(IMAGE, HEATMAP, alpha=float("nan")), OptionError, "alpha"),
         (lambda: blend(IMAGE, HEATMAP, background="gray"), OptionError, "'grey'"),
-        (lambda: blend(IMAGE, HEATMAP, contours=[10]), OptionError, "between 0 and 1"),
         (lambda: blend(IMAGE, HEATMAP, cmap="vridis"), OptionError, "'viridis'"),
     ],
 )
@@ -414,42 +413,3 @@ def test_arrays_of_any_order_are_drawn_the_same(dtype):
     wide = np.repeat(heatmap, 2, axis=1)[:, ::2]
     np.testing.assert_array_equal(reversed_order, expected)
     np.testing.assert_array_equal(blend(locked, wide), expected)
-
-
-@given(hnp.arrays(np.float32, (5, 6), elements=st.floats(-4, 8, width=16)), st.floats(0.05, 0.95))
-def test_the_highest_values_down_to_a_level_are_the_fewest_that_make_up_the_share(values, share):
-    level = mass_level(values, share)
-    finite = sorted((float(value) for value in values.ravel() if value > 0), reverse=True)
-    if level is None:
-        assert not finite or min(values.ravel()) >= max(finite) * (1 - 1e-6)
-        return
-    inside = [value for value in finite if value >= level]
-    assert sum(inside) >= share * sum(finite) * (1 - 1e-9)
-    assert sum(value for value in inside if value > level) < share * sum(finite)
-
-
-def test_a_contour_lies_where_the_map_crosses_its_level():
-    """On a cone the highest values are a disc: the line is a circle of that radius, and nothing else changes."""
-    rows, cols = np.mgrid[:200, :260] + 0.5
-    radius = np.hypot(rows - 100, cols - 130)
-    cone = np.maximum(90 - radius, 0)
-    image = photograph(200, 260) // 2
-    drawn, plain = (blend(image, cone, contours=lines) for lines in ([0.5], False))
-    level = mass_level(cone, 0.5)
-    assert (cone[cone >= level].sum() / cone.sum()) == pytest.approx(0.5, abs=0.01)
-    circle = 90 - level
-    changed = (drawn != plain).any(axis=-1)
-    assert np.abs(radius[changed] - circle).max() < 3
-    assert (drawn[np.abs(radius - circle) < 0.4] > 150).all()  # all but the edge of a pixel-wide line is white
-    np.testing.assert_array_equal(drawn[~changed], plain[~changed])
-    three = blend(image, cone, contours=True)
-    for share in (0.1, 0.25, 0.5):
-        assert (three[np.abs(radius - 90 + mass_level(cone, share)) < 0.4] > 150).all()
-
-
-def test_contours_alone_leave_the_photograph():
-    image, heatmap = photograph(60, 80), upsample(random_grid(4, 5), place((60, 80), (32, 40), fit="squash"))
-    drawn = blend(image, heatmap, alpha=0, contours=True)
-    share = (drawn != image).any(axis=-1).mean()
-    assert 0.05 < share < 0.6
-    np.testing.assert_array_equal(blend(image, -np.abs(heatmap), alpha=0, contours=True), image)  # no mass

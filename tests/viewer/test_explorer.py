@@ -396,23 +396,22 @@ def test_the_address_holds_what_is_seen(page):
     page.locator('[data-name="residual"]').fill("0.3")
     page.locator('[data-name="start"]').fill("2")
     page.locator('[data-name="head_fusion"]').select_option("mean")
-    page.locator('[data-name="contours"]').check()
     page.mouse.click(*point_of(page, "b", 1, 2))
     address = page.evaluate("location.hash")
     shown = page.evaluate("[...panels.b.map.values]")
-    drawing = page.evaluate("panels.b.lines.toDataURL()")
+    drawing = page.evaluate("panels.b.heat.toDataURL()")
     page.evaluate("async () => { await begin({}); }")
     assert page.evaluate("location.hash") == ""
     page.evaluate("(address) => { location.hash = address; }", address)
     until(page, "state.patchb === '1,2' && panels.b.map")
-    until(page, "(old) => panels.b.lines.toDataURL() === old", arg=drawing)
+    until(page, "(old) => panels.b.heat.toDataURL() === old", arg=drawing)
     assert page.evaluate("[...panels.b.map.values]") == shown
     assert page.locator('[data-name="residual"]').input_value() == "0.3"
     page.evaluate("(address) => { location.hash = address; }", "#layer=99&patch=<b>&opacity=nine&map=none&start=2.5")
     until(page, "location.hash === ''")  # nothing of it is possible
 
 
-@pytest.mark.parametrize("drawing", [{"alpha": 0.3, "background": "dim"}, {"contours": True}])
+@pytest.mark.parametrize("drawing", [{"alpha": 0.3, "background": "dim"}, {}])
 def test_the_png_is_the_overlay_of_vitflow(page, place, explainer, drawing):
     requested = {"map": "rollout", "discard_ratio": 0.0, **drawing}
     if "alpha" in requested:
@@ -424,8 +423,7 @@ def test_the_png_is_the_overlay_of_vitflow(page, place, explainer, drawing):
     saved = np.asarray(Image.open(download.value.path()).convert("RGB")).astype(int)
     overlay = explainer.explain(place / "first.png", discard_ratio=0.0).overlay(**drawing).astype(int)
     assert saved.shape == overlay.shape
-    # The page has its photograph as JPEG, and its lines are drawn by the browser.
-    assert np.abs(saved - overlay).mean() < (6 if drawing.get("contours") else 4)
+    assert np.abs(saved - overlay).mean() < 4  # the page has its photograph as JPEG
 
 
 def test_no_name_does_harm(page, place, data):

@@ -101,7 +101,7 @@ class LayerMaps(FigureResult):
             for row in in_rows(section, _MOST_COLUMNS)
         ]
         note = (
-            f"Each map has separate colour limits. {pen.note}\n"
+            f"Each map has separate colour limits.\n"
             f"{captions.method_in_words(whole.definition, whole.options)}. "
             f"Model: {captions.model_in_words(whole.model, whole.model_note)}."
         )

@@ -113,7 +113,7 @@ class Strip:
             limits += " Values beyond the limits approach the last colour."
         if pen.marks_unseen and not all(image[0].placement.sees_everything for image in images):
             limits += " The line marks the region the model saw."
-        lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in shown[0].facts), pen.note]
+        lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in shown[0].facts)]
         if any(overlay.has_two_sides(*ends) for _, ends in self._drawn):
             lines.append("Colours of maps with negative values diverge from 0, which is transparent.")
         if any(each.facts.get("saturated", 0.0) >= SATURATED_LABEL for each in shown):

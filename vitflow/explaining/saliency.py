@@ -181,7 +181,7 @@ class Saliency:
             unseen: "line" along the border of the part that the model saw, or "off"; by default off on grey, which is
                 lighter there.
             crop_to_seen: draw only that part.
-            drawing: cmap, alpha, fade and contours as for `vitflow.images.overlay.blend`.
+            drawing: cmap, alpha and fade as for `vitflow.images.overlay.blend`.
         """
         pen = Pen(None, **drawing)
         marked = self.marked if self.region is not None or "detection" in self.facts else None
@@ -247,7 +247,7 @@ class Saliency:
         if self.reference is not None:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
-        notes = filter(None, (percentiles, pen.note, *self._notes(marks_unseen=pen.marks_unseen)))
+        notes = filter(None, (percentiles, *self._notes(marks_unseen=pen.marks_unseen)))
         return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
     def show(self, **options: Any) -> None:

@@ -30,7 +30,7 @@ from vitflow.images.reading import read_image
 # The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
 # Options of the drawing that are not text.
-_DRAWING = dict.fromkeys(("alpha", "vmin", "vmax"), (int, float)) | dict.fromkeys(("contours", "crop_to_seen"), (bool,))
+_DRAWING = dict.fromkeys(("alpha", "vmin", "vmax"), (int, float)) | {"crop_to_seen": (bool,)}
 # Maximal number of classes listed in a warning.
 _SHOWN = 8
 

@@ -1,6 +1,5 @@
 """Overlay of a heatmap on its image: scale, colour, blend; images are RGB."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -38,9 +37,6 @@ _QUIET = (0.5, 0.35)
 
 #: Weights of red, green and blue in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
-
-#: Default shares of the mass that contours enclose.
-CONTOURS = (0.1, 0.25, 0.5)
 
 #: Differences up to this share of the largest value are rounding.
 _ROUNDING = 1e-6
@@ -117,7 +113,6 @@ def blend(
     robust: bool = True,
     soft: bool | None = None,
     background: Ground = "grey",
-    contours: bool | Sequence[float] = False,
     mark_unseen: bool | None = None,
 ) -> NDArray[np.uint8]:
     """Draw a heatmap in colour over its image: uint8 RGB [height, width, 3].
@@ -137,12 +132,11 @@ def blend(
         background: the seen part of the image in "grey", darkened to three quarters, so that the only colour
             is that of the map, and the unseen part grey and lighter; "dim": equally dark, with half the saturation; or
             unchanged, "photo", as the unseen part of both. An alpha below 0.5 reduces this effect.
-        contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.
         mark_unseen: draw a thin white and black line along the border of the region that the model saw; by default not
             on "grey".
 
     Raises:
-        OptionError: an unknown colour map or background, or alpha, vmin, vmax or a contour is out of range.
+        OptionError: an unknown colour map or background, or alpha, vmin or vmax is out of range.
         ShapeError: the image is not uint8 RGB, or the heatmap is not of its size.
 
     >>> image = np.zeros((1, 2, 3), dtype=np.uint8)
@@ -172,8 +166,6 @@ def blend(
         step = _steps(values[strip], limits, len(colors))
         painted = _paint(inside[strip], step, mix, shade, tint)
         inside[strip] = painted if holes is None else np.where(holes[strip, :, None], inside[strip], painted)
-    if contours is not False:
-        draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
     if background == "grey" and unseen.any():
         _lighten(overlay, unseen, min(2 * alpha, 1.0))
     if unseen.any() and (background != "grey" if mark_unseen is None else mark_unseen):
@@ -315,38 +307,3 @@ def _paint(
     mixed = np.multiply(background, shown, dtype=np.uint16)
     mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(background.shape)
     return np.asarray(cv2.cvtColor(cv2.convertScaleAbs(mixed, alpha=1 / 255), cv2.COLOR_RGBA2RGB), dtype=np.uint8)
-
-
-def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
-    """Return the threshold above which values sum to a share of the map's positive mass; None if it is constant.
-
-    >>> mass_level(np.array([1.0, 4.0, 2.0, 3.0]), 0.5), mass_level(np.ones(4), 0.5)
-    (3.0, None)
-    """
-    if not 0.0 < share < 1.0:
-        raise OptionError(f"Expected contours of shares between 0 and 1, got {share}.")
-    finite = values[np.isfinite(values)].astype(np.float64)
-    highest = finite.max(initial=0.0)
-    if highest <= 0 or highest - finite.min() <= _ROUNDING * highest:
-        return None
-    falling = np.sort(finite[finite > 0])[::-1]
-    mass = np.cumsum(falling)
-    return float(falling[np.searchsorted(mass, share * mass[-1])])
-
-
-def draw_contours(image: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
-    """Draw a white line with a dark edge where the map crosses the `mass_level` of each share, in place."""
-    thickness = max(1.0, min(values.shape) / 250)
-    padded = np.pad(values, 1, mode="edge")
-    slope = np.hypot(padded[2:, 1:-1] - padded[:-2, 1:-1], padded[1:-1, 2:] - padded[1:-1, :-2]) / 2
-    for level in dict.fromkeys(mass_level(values, share) for share in shares):
-        if level is None:
-            continue
-        # Distance to the line in pixels: to first order the difference in value over the slope.
-        away = np.full(values.shape, np.inf)
-        np.divide(np.abs(values - level), slope, out=away, where=slope > 0)
-        for width, color, strength in ((thickness + 2, 0.0, 0.5), (thickness, 255.0, 1.0)):
-            cover = strength * np.clip(width / 2 + 0.5 - away, 0, 1)
-            drawn = cover > 0  # never at NaN
-            share = cover[drawn][:, None]
-            image[drawn] = np.rint(image[drawn] * (1 - share) + color * share).astype(np.uint8)

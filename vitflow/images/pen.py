@@ -42,7 +42,7 @@ class Pen:
         interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
         unseen: "line" along the border of the part that the model saw, or "off"; by default off on grey.
         crop_to_seen: draw only that part.
-        blending: other options of `overlay.blend`: cmap, alpha, fade, contours and background, which may also be
+        blending: other options of `overlay.blend`: cmap, alpha, fade and background, which may also be
             "none": transparent, which gives RGBA.
     """
 
@@ -78,16 +78,6 @@ class Pen:
     def soft(self) -> bool:
         """True if colours continue beyond the limits."""
         return overlay.is_soft(self.vmin, self.vmax, self.robust)
-
-    @property
-    def note(self) -> str:
-        """The sentence that explains contours; empty if none are drawn."""
-        drawn = self.blending.get("contours", False)
-        percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
-        if not percents:
-            return ""
-        listed = " and ".join([", ".join(percents[:-1]), percents[-1]] if percents[1:] else percents)
-        return f"Lines: around the highest values that make up {listed} % of the map's sum."
 
     def limits(self, values: NDArray[np.floating[Any]], *, signed: bool = True) -> Limits:
         """Return the values of the first and the last colour, for one map or for several with a common scale."""
@@ -161,8 +151,7 @@ class Pen:
             values = np.interp(np.arange(width), marks, [limits[0] - beyond, *limits, limits[1] + beyond])
         values = np.tile(values, (height, 1))
         grey = np.full((height, width, 3), _MID_GREY, np.uint8)
-        blending = {**self.blending, "contours": False}
-        return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
+        return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
 
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
         """Return the colour bar: sequential, or diverging with labels for its ends."""

@@ -22,7 +22,7 @@ _MISNAMED = {
         "target= (targets= for several images or classes)",
     ),
     **dict.fromkeys(
-        ("alpha", "background", "cmap", "colormap", "contours", "interpolation", "opacity", "vmax", "vmin"),
+        ("alpha", "background", "cmap", "colormap", "interpolation", "opacity", "vmax", "vmin"),
         "cmap=, alpha= and other drawing options of overlay, figure and save of the result",
     ),
 }

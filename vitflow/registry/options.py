@@ -299,7 +299,6 @@ OPTIONS: dict[str, Option] = {
         _drawn("background", "choice", "Image under the colours; none: transparent.", BACKGROUNDS, default_help="grey"),
         _drawn("unseen", "choice", "Border of the part that the model saw.", UNSEEN, default_help="off if grey"),
         _drawn("crop_to_seen", bool, "Draw only the part of the image that the model saw."),
-        _drawn("contours", bool, "Draw contours that contain 10, 25 and 50 % of the map."),
     )
 }
 

@@ -30,7 +30,7 @@ from PIL import Image
 from vitflow.errors import printable
 from vitflow.files import natural_order, write_atomically
 from vitflow.images.geometry import Placement
-from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, color_table, is_soft, scale_range
+from vitflow.images.overlay import KEPT, KNEE, LUMINANCE, color_table, is_soft, scale_range
 from vitflow.images.typesetting import decimal
 
 #: Names of the classes by index, if they are known.
@@ -173,15 +173,13 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
     return file.getvalue()
 
 
-def drawing_of(background: str = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
+def drawing_of(background: str = "grey", *, soft: bool = True) -> dict[str, Any]:
     """Return the drawing constants that a page's script shares with `vitflow.images.overlay`."""
     return {
         "knee": KNEE if soft else 1.0,
         "kept": KEPT,
         "luminance": LUMINANCE,
         "background": background if background in KEPT else "grey",  # a page draws over the photograph
-        "contours": contours,
-        "shares": CONTOURS,
     }
 
 
@@ -231,7 +229,7 @@ def write_report(
     shared = {
         "tables": color_tables(drawing.get("cmap")),
         "alpha": drawing.get("alpha", 0.75),
-        "drawing": drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours"))),
+        "drawing": drawing_of(drawing.get("background", "grey"), soft=soft),
         "departures": {label: text for label, (_, text) in named.items()},
     }
     for number, name in enumerate(names, start=1):

@@ -131,39 +131,6 @@ function showScale(box, tables, map, alpha, background) {
   [...ends.children].forEach((end, side) => { end.textContent = (map.ends ?? ["below 0", "above 0"])[side]; });
 }
 
-// Lines around the highest values that make up 10, 25 and 50 % of the map's mass, the sum of its values above 0.
-function drawContours(canvas, map, image, width, height) {
-  canvas.width = width; canvas.height = height;
-  if (!map) return;
-  const step = Math.max(1, Math.min(width, height) / 200), wide = Math.ceil(width / step), high = Math.ceil(height / step);
-  const field = spread(map, image, wide, high), falling = field.filter((value) => value > 0).sort().reverse();
-  const total = falling.reduce((sum, value) => sum + value, 0), pen = canvas.getContext("2d"), line = Math.max(1, Math.min(width, height) / 250);
-  if (map.high === map.low) return;
-  for (const part of data.drawing.shares) {
-    let sum = 0;
-    const level = falling.find((value) => (sum += value) >= part * total);
-    if (level === undefined) continue;
-    pen.beginPath();
-    traceLevel(field, wide, high, level, (x, y, start) => pen[start ? "moveTo" : "lineTo"]((x + 0.5) * (width / wide), (y + 0.5) * (height / high)));
-    for (const [colour, more] of [["#0008", 2], ["#fff", 0]]) { pen.strokeStyle = colour; pen.lineWidth = line + more; pen.stroke(); }
-  }
-}
-
-// Marching squares: visit the ends of each piece of the line on which a field has a level.
-function traceLevel(field, wide, high, level, visit) {
-  for (let y = 0; y + 1 < high; y++) {
-    for (let x = 0; x + 1 < wide; x++) {
-      const at = y * wide + x, corners = [[x, y, field[at]], [x + 1, y, field[at + 1]], [x + 1, y + 1, field[at + wide + 1]], [x, y + 1, field[at + wide]]];
-      const ends = [];
-      corners.forEach(([x0, y0, one], k) => {
-        const [x1, y1, other] = corners[(k + 1) % 4], between = (level - one) / (other - one);
-        if ((one < level) !== (other < level) && Number.isFinite(between)) ends.push([x0 + between * (x1 - x0), y0 + between * (y1 - y0)]);
-      });
-      for (let k = 0; k + 1 < ends.length; k += 2) { visit(...ends[k], true); visit(...ends[k + 1], false); }
-    }
-  }
-}
-
 // --- places on the photograph ----------------------------------------------------------------------------------------
 
 // The size at which an image fits into an element with a margin.

@@ -20,7 +20,7 @@ function initialOf(map) {
     map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", query: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
-    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.75, cmap: colourMaps[0], background: data.drawing.background, contours: false, removed: 0,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.75, cmap: colourMaps[0], background: data.drawing.background, removed: 0,
   };
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }
@@ -137,7 +137,7 @@ async function compute(side) {
 const wholes = new Map();
 
 function wholeOf(image, side) {
-  const query = JSON.stringify({ ...state, patch: "", patchb: "", query: "", less: false, opacity: 0, cmap: "", background: "", contours: false, removed: 0 });
+  const query = JSON.stringify({ ...state, patch: "", patchb: "", query: "", less: false, opacity: 0, cmap: "", background: "", removed: 0 });
   if (wholes.get(image)?.query !== query) wholes.set(image, { query, map: computeFor(image, side, null) });
   return wholes.get(image).map;
 }
@@ -223,9 +223,9 @@ function showPanel(side, why) {
   panel.frame.classList.toggle("silent", !liveOf(image));
   panel.frame.setAttribute("aria-label", `${image.name}: ${panel.from.textContent}`);
   panel.ground.hidden ||= removing;
-  for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map || removing;
+  panel.lines.hidden = !map || !removing;
+  for (const part of [panel.heat, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map || removing;
   if (map && removing) {
-    panel.lines.hidden = false;
     drawRemoved(panel.lines, image, map.own, map.values, state.removed, width, height);
     panel.matters.querySelector("input").value = state.removed;
     panel.matters.querySelector("output").textContent = `${10 * state.removed} %`;
@@ -233,7 +233,6 @@ function showPanel(side, why) {
   } else if (map) {
     drawHeat(panel.heat, map, image, tables[state.cmap], width, height);
     panel.heat.style.opacity = state.opacity;
-    drawContours(panel.lines, state.contours ? map : null, image, width, height);
     showScale(panel.scale, tables[state.cmap], map, state.opacity, state.background);
   }
   panel.hovered.hidden = true;
@@ -485,7 +484,7 @@ function change(mode) {
 // Command line and Python call for the map of the side that was selected last.
 function currentCall() {
   const side = state.query, image = imageOf(side), patch = queryPatch(side), { path } = image;
-  const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }), ...(state.contours ? { contours: true } : {}) };
+  const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }) };
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
   const query = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
   if (state.map === "similarity") return both("similarity", { patch });
@@ -522,8 +521,6 @@ function saveImage() {
     paintBackground(pen, image, width, height);
     drawHeat(layer, map, image, tables[state.cmap], width, height);
     pen.globalAlpha = state.opacity; pen.drawImage(layer, 0, 0); pen.globalAlpha = 1;
-    drawContours(layer, state.contours ? map : null, image, width, height);
-    pen.drawImage(layer, 0, 0);
   }
   const link = document.createElement("a"), stem = image.name.split(/[\\/]/).pop().replace(/\.\w+$/, "").replace(/[^\p{L}\p{N} ._-]/gu, "_");
   link.download = `${stem || "photograph"}-${state.map}.png`;

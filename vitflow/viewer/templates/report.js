@@ -1,5 +1,5 @@
 // The report of a folder run: a gallery, and the image that is looked at.
-const { images, tables, alpha, departures } = data, { background, contours } = data.drawing;
+const { images, tables, alpha, departures } = data, { background } = data.drawing;
 const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
 const MEANS = 12; // classes in the strip of mean maps
 let method = methods[0], visible = [], current = null;
@@ -87,7 +87,6 @@ function show() {
   $("photo").hidden = !image.image;
   if (image.image) $("photo").src = image.image;
   drawHeat($("heat"), map, image, tables, width, height);
-  drawContours($("lines"), contours ? map : null, image, width, height);
   $("patch").hidden = true;
   bound($("seen"), image);
   $("name").textContent = image.name;
