@@ -57,11 +57,11 @@ def frozen_gradient(trace: TargetedTrace) -> Maps:
     The pass is repeated with frozen nonlinearities, once for all targets.
     """
     refuse_inference_tensors(trace.model)
-    assert trace.call is not None and trace.logits is not None
+    assert trace.logits is not None
     if "frozen" not in trace.cached_outputs:
         blocks = attending_blocks(trace)
         chosen = [blocks[number - 1] for number in dict.fromkeys(max(1, len(blocks) // part) for part in (4, 2))]
-        frozen = frozen_pass(trace.call, chosen, trace.read, trace.model_info.layout, trace.logits)
+        frozen = frozen_pass(trace, chosen)
         trace.cached_outputs["frozen"] = frozen
         trace.feature_layouts.update(zip(frozen.blocks, frozen.layouts, strict=True))
     frozen = trace.cached_outputs["frozen"]
