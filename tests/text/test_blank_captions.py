@@ -12,6 +12,12 @@ from vitflow.demo import DEMO_CAPTION
 from vitflow.text import explain_generation
 
 
+def plain(image) -> Image.Image:
+    """An image of the mean colour of another one."""
+    pixels = np.asarray(image)
+    return Image.new("RGB", pixels.shape[1::-1], tuple(pixels.mean(axis=(0, 1)).round().astype(int).tolist()))
+
+
 def test_probabilities_with_and_without_the_image_equal_a_pass_for_each_token():
     model = AutoModelForImageTextToText.from_pretrained(DEMO_CAPTION).eval()
     processor = AutoProcessor.from_pretrained(DEMO_CAPTION)
@@ -20,9 +26,7 @@ def test_probabilities_with_and_without_the_image_equal_a_pass_for_each_token():
         model, prompt, image=image, processor=processor, method="attention", blank=True, max_new_tokens=5
     )
     prepared = processor(text=prompt, images=image, return_tensors="pt")
-    blank = prepared["pixel_values"].clone()
-    for channel in range(3):
-        blank[0, channel] = blank[0, channel].mean()
+    blank = processor(text=prompt, images=plain(image), return_tensors="pt")["pixel_values"]
     for column, pixels in enumerate((prepared["pixel_values"], blank)):
         ids = prepared["input_ids"]
         for number, token in enumerate(generation.generated_tokens.ids):
@@ -47,7 +51,8 @@ def test_each_of_several_images_is_replaced_alone(name):
     alone = [one.processor(text=one.prompt, images=[image], return_tensors="pt")["pixel_values"] for image in images]
     axis = int(len(inputs["pixel_values"]) == 1)  # some have a batch axis before the images
     assert torch.equal(torch.cat(alone, dim=axis), inputs["pixel_values"])
-    mean = [each.mean(dim=(-2, -1) if each.ndim > 2 else 0, keepdim=True).expand_as(each) for each in alone]
+    blank = map(plain, images)
+    mean = [one.processor(text=one.prompt, images=[image], return_tensors="pt")["pixel_values"] for image in blank]
     generation = explain_generation(
         one.model, prompt, image=images, processor=one.processor, method="rollout", blank=True, max_new_tokens=3
     )

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from vitflow.text.generation import Generation
 from vitflow.text.languages import default_prompt, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
-from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source
+from vitflow.text.prompts import Layout, PromptImages, Video, source_words, tower_rows, with_images, with_source
 from vitflow.text.rows import TextResult, array_of, explain_encoder_decoder, explain_rows
 from vitflow.text.words import Words, words_of
 
@@ -150,13 +149,12 @@ class _Text:
 
 def _decoder(request: _Request) -> Generation:
     """Explain the text of a decoder, whose prompt may contain images or a video."""
-    model, images, owned = request.model, None, list[_Owned]()
+    model, images, without = request.model, None, list[dict[str, Any]]()
     languages.refuse_not_causal(model)
     if request.image is not None:
         inputs, processor, images = with_images(model, request.inputs, request.image, request.processor, request.layout)
         tokenizer = processor.tokenizer if request.tokenizer is None else request.tokenizer
-        if request.blank and images.video is None and len(images.images) > 1:
-            owned = _owned_pixels(replace(request, processor=processor), images.images)
+        without = _without_images(replace(request, processor=processor), images) if request.blank else []
         request = replace(request, inputs=inputs, tokenizer=tokenizer)
     text = _generated(request)
     passed = _forward_inputs(model, text.arguments, text.ids[:-1])
@@ -169,7 +167,7 @@ def _decoder(request: _Request) -> Generation:
         with evaluating(model), languages.reading(model):
             tower = tower_rows(model, prepared, images.parts, residual=request.options.get("residual", 0.5))
         images = replace(images, tower=tower)
-    probabilities = _with_and_without_images(model, text, passed, owned) if request.blank else None
+    probabilities = _probabilities(model, text, passed, without) if request.blank else None
     return _generation(request, text, result, images=images, probabilities=probabilities)
 
 
@@ -271,58 +269,32 @@ def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequenc
     return inputs
 
 
-# For each input with pixels, which of them are of one image: bool [..., 1, 1], or [patches, 1].
-_Owned = Mapping[str, Tensor]
+def _without_images(request: _Request, images: PromptImages) -> list[dict[str, Any]]:
+    """Return the inputs with each image replaced by its mean colour, and if there are several with all replaced."""
+
+    def plain(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return np.broadcast_to(image.mean(axis=(-3, -2), keepdims=True).round().astype(np.uint8), image.shape)
+
+    if isinstance(request.image, Video):
+        shown: list[Any] = [replace(request.image, frames=plain(request.image.frames))]
+    else:
+        count = len(images.images)
+        chosen = [{index} for index in range(count)] + ([set(range(count))] if count > 1 else [])
+        shown = [
+            [plain(image) if index in blank else image for index, image in enumerate(images.images)] for blank in chosen
+        ]
+    return [with_images(request.model, request.inputs, each, request.processor, request.layout)[0] for each in shown]
 
 
-def _owned_pixels(request: _Request, images: Sequence[NDArray[np.uint8]]) -> list[_Owned]:
-    """Find the pixels of each of several images: those that differ if it is white and the others are black."""
-
-    def processed(white: int | None) -> dict[str, Any]:
-        drawn = [np.full_like(image, 255 if index == white else 0) for index, image in enumerate(images)]
-        return with_images(request.model, request.inputs, drawn, request.processor, request.layout)[0]
-
-    black, owned = processed(None), list[_Owned]()
-    for index in range(len(images)):
-        differs = {name: value != black[name] for name, value in processed(index).items() if _has_pixels(name, value)}
-        owned.append({name: each.flatten(_axis(each)).any(_axis(each)) for name, each in differs.items()})
-    return owned
-
-
-def _has_pixels(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and name.startswith("pixel_values")
-
-
-def _axis(pixels: Tensor) -> int:
-    """Return the first axis within an image [..., height, width], or within a patch of [patches, pixels]."""
-    return pixels.ndim - 2 if pixels.ndim > 2 else 1
-
-
-def _blanked(inputs: Mapping[str, Tensor], owned: _Owned | None) -> dict[str, Tensor]:
-    """Replace the pixels of an image by their mean, for each channel; None for those of the only image."""
-    blank = dict(inputs)
-    for name, value in inputs.items():
-        if _has_pixels(name, value):
-            entries = torch.ones(value.shape[: _axis(value)]).bool() if owned is None else owned[name]
-            entries = entries.to(value.device)
-            part, mask = value[entries], entries.reshape(*entries.shape, *[1] * (value.ndim - entries.ndim))
-            mean = part.mean(dim=(-2, -1) if value.ndim > 2 else 0, keepdim=True)
-            blank[name] = value.masked_scatter(mask, mean.expand_as(part))
-    return blank
-
-
-def _with_and_without_images(
-    model: nn.Module, text: _Text, inputs: Mapping[str, Tensor], owned: Sequence[_Owned]
+def _probabilities(
+    model: nn.Module, text: _Text, inputs: Mapping[str, Tensor], without: Sequence[Mapping[str, Any]]
 ) -> NDArray[np.float32]:
-    """Return the probability of each generated token with the images, without each, and if several without all."""
-    selected: Sequence[_Owned | None] = owned or [None]
-    without = [_blanked(inputs, each) for each in selected]
-    if owned:
-        without.append(reduce(_blanked, owned, dict(inputs)))
+    """Return the probability of each generated token with these inputs, and with the pixels of each of `without`."""
     columns = []
     with evaluating(model), torch.no_grad(), languages.reading(model):
-        for given in (inputs, *without):
-            shares = model(**given).logits[0, text.start - 1 :].float().softmax(dim=-1)
+        for other in ({}, *without):
+            pixels = {name: other[name].to(inputs[name]) for name in other if name.startswith("pixel_values")}
+            shares = model(**{**inputs, **pixels}).logits[0, text.start - 1 :].float().softmax(dim=-1)
             tokens = torch.tensor(text.ids[text.start :], device=shares.device)
             columns.append(shares.gather(1, tokens.unsqueeze(1)))
     return array_of(torch.cat(columns, dim=1))
