@@ -156,7 +156,6 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
         (["--prompt", "a", "--target", "a"], "--target cannot be used with --prompt, .*: omit it"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
-        (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, message):

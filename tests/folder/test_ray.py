@@ -18,7 +18,7 @@ from tests.folder.test_run import count_rows, fill, image_bytes, run
 from tests.typed import forked
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.options import make_explainer
+from vitflow.cli.explainer import make_explainer
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids

@@ -8,6 +8,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.explainer import check_before_loading, make_explainer
 from vitflow.cli.figures import MethodWithOptions
 from vitflow.cli.output import check_suffix, images_bar, resumable, say, say_record, writing
 from vitflow.errors import OptionError, printable
@@ -16,28 +17,15 @@ from vitflow.files import is_there
 from vitflow.images import FIGURE_FORMATS
 
 
-class _MethodOrAll(MethodWithOptions):
-    """A method, or "all"."""
-
-    name = "NAME[:OPTION=VALUE,…]|all"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return "all" if value == "all" else super().convert(value, param, ctx)
-
-
 @click.command(short_help="Measure the quality of each method's maps.", panel="Many images")
 @click.argument("data")
 @shared.model_options
 @shared.question_options
-@shared.option(
-    "Method",
-    "--method methods",
-    _MethodOrAll(),
+@shared.methods_option(
     "Method to measure, optionally with options: rollout:preset=paper; repeatable. all: every method that the "
     "model supports. Baselines are always included.  [default: all but similarity and methods that run the "
     "model again: frozen_gradient, occlusion, sampling, consensus, legrad]",
-    multiple=True,
-    metavar="NAME[:OPTION=VALUE,…]|all",
+    MethodWithOptions("all"),
 )
 @shared.option(
     "Measurement",
@@ -95,7 +83,7 @@ def evaluate(data: str, **given: Any) -> None:
     choose_metrics(given["metrics"] or None)  # before torch is loaded
     if given["card"] is not None:
         check_suffix(given["card"], FIGURE_FORMATS)
-    shared.check_before_loading(given)
+    check_before_loading(given)
     if not data.startswith("demo:") and not is_there(data):
         raise OptionError(
             f"No data at {printable(data)!r}. Expected a folder with images, an annotation file, or demo:500."
@@ -110,7 +98,7 @@ def evaluate(data: str, **given: Any) -> None:
     if "all" in methods and len(methods) > 1:
         raise OptionError("--method all cannot be combined with other methods.")
     arguments = shared.arguments_of(evaluate, given) | {
-        "model": lambda: shared.make_explainer(given),
+        "model": lambda: make_explainer(given),
         "methods": "all" if "all" in methods else methods or None,
         "metrics": given["metrics"] or None,
         "overwrite": not given["resume"],

@@ -11,6 +11,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.explainer import make_explainer
 from vitflow.cli.output import (
     CannotWrite,
     check_images,
@@ -78,8 +79,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     # maps of different classes must not overwrite each other
     targets = [*given["targets"], *(["against", given["against"]] if given["against"] else [])]
     outputs = _output_paths(images, given["output"], _ending(given["method"], *targets), suffixes)
-    shared.check_before_loading(given)
-    explainer = shared.make_explainer(given)
+    explainer = make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
     )

@@ -8,6 +8,7 @@ import rich_click as click
 from click.types import convert_type
 
 from vitflow.cli import options as shared
+from vitflow.cli.explainer import make_explainer
 from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes, writing
 from vitflow.errors import OptionError, printable
 from vitflow.registry.choices import check_methods, choose_methods, default_method, split_label
@@ -16,15 +17,16 @@ from vitflow.registry.options import OPTIONS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """NAME or NAME:OPTION=VALUE,…, with values parsed as on the command line."""
+    """NAME or NAME:OPTION=VALUE,…, with values parsed as on the command line; or one of the words."""
 
-    name = "NAME[:OPTION=VALUE,…]"
+    def __init__(self, *words: str) -> None:
+        self._words, self.name = words, "|".join(("NAME[:OPTION=VALUE,…]", *words))
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, dict[str, Any]]:
-        """Return the method's name and options; a usage error if either is unknown."""
-        if isinstance(value, tuple):
+    ) -> str | tuple[str, dict[str, Any]]:
+        """Return the method's name and options, or a word; a usage error if either is unknown."""
+        if isinstance(value, tuple) or value in self._words:
             return value
         name, listed = split_label(str(value))
         options: dict[str, Any] = {}
@@ -51,13 +53,10 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @shared.classes_option(help="Class to explain, INDEX from 0; repeat it for more rows.  [default: the predicted class]")
 @shared.against_option
 @shared.question_options
-@shared.option(
-    "Method",
-    "--method methods",
-    MethodWithOptions(),
+@shared.methods_option(
     "Method to show, optionally with options: rollout:head_fusion=max,discard_ratio=0.9; repeatable.  "
     "[default: all fast methods and two baselines]",
-    multiple=True,
+    MethodWithOptions(),
 )
 @shared.method_options
 @shared.drawing_options
@@ -70,10 +69,9 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], "compare")
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
-    shared.check_before_loading(given)
+    explainer = make_explainer(given)
     from vitflow.analysis.comparison import compare
 
-    explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
     drawing = shared.drawing_values(given) | shared.given_options(given, ["same_scale"])
     save_result(comparison, output, drawing, given["as_json"], explainer)
@@ -99,8 +97,7 @@ def layers(image: Path, **given: Any) -> None:
     method = given["method"] or default_method(shared.has_target(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], "layers")
-    shared.check_before_loading(given)
-    explainer = shared.make_explainer(given)
+    explainer = make_explainer(given)
     from vitflow.analysis.layers import layer_maps
 
     maps = layer_maps(image, model=explainer, method=given["method"], layer=layer, target=given["target"], **options)
@@ -129,7 +126,7 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     The components are computed over all images together, so that colours are comparable.
     """
     output = output_file(images, given["output"], "features")
-    explainer = shared.make_explainer(given)
+    explainer = make_explainer(given)
     from vitflow.analysis.layers import feature_maps
 
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
@@ -143,13 +140,9 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
 @shared.model_options
 @shared.classes_option(help="Class for class-specific maps; repeatable.  [default: top3]")
 @shared.question_options
-@shared.option(
-    "Method",
-    "--method methods",
-    "NAME",
+@shared.methods_option(
     "Map to compute in advance, in addition to those that the page computes; repeatable.  [default: the "
-    "class-specific methods and flow, if the model supports them]",
-    multiple=True,
+    "class-specific methods and flow, if the model supports them]"
 )
 @shared.option(
     "",
@@ -178,10 +171,9 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], "explore", (".html",))
     methods = list(given["methods"]) or None
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
-    shared.check_before_loading(given)
+    explainer = make_explainer(given)
     from vitflow.analysis.exploring import explore
 
-    explainer = shared.make_explainer(given)
     page = explore(
         list(images),
         model=explainer,

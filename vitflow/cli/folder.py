@@ -9,6 +9,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.explainer import check_before_loading, make_explainer
 from vitflow.cli.output import images_bar, resumable, say, say_model_note
 from vitflow.errors import printable
 from vitflow.files import is_link, is_remote, is_there
@@ -36,13 +37,7 @@ class _Source(click.Path):
 )
 @shared.against_option
 @shared.question_options
-@shared.option(
-    "Method",
-    "--method methods",
-    "NAME",
-    f"Method; repeatable.  {shared.METHOD_DEFAULT}",
-    multiple=True,
-)
+@shared.methods_option(f"Method; repeatable.  {shared.METHOD_DEFAULT}")
 @shared.option("Images", "--recursive -r", bool, "Include subfolders.")
 @shared.option("Images", "--glob", "PATTERN", "Read files whose name or path matches, with any suffix.")
 @shared.limit_option
@@ -90,14 +85,14 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     """
     options, is_default = shared.method_values(given), not given["methods"]
     chosen = choose_methods(given["methods"] or None, options, has_target=shared.has_target(given))
-    shared.check_before_loading(given)
+    check_before_loading(given)
     # Before torch is loaded: waiting threads of the model must not occupy the cores that read and write images.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
     from vitflow.folder.saved import SavedRun
 
     arguments = shared.arguments_of(explain_folder, given) | {
-        "model": partial(shared.make_explainer, given),
+        "model": partial(make_explainer, given),
         "methods": [method.name for method in chosen],
         "target": shared.target_of(given["target"], given),
         "overwrite": not given["resume"],
@@ -128,13 +123,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     "Images", "--images", shared.FOLDER, "Local folder of the images.  [default: the input folder of the run]"
 )
 @shared.option("Images", "--where", "SQL", "Filter, such as \"probability < 0.5 AND class_name = 'disc'\".")
-@shared.option(
-    "Method",
-    "--method methods",
-    "NAME",
-    "Method to draw; repeatable.  [default: all methods of the run]",
-    multiple=True,
-)
+@shared.methods_option("Method to draw; repeatable.  [default: all methods of the run]")
 @shared.limit_option
 @shared.option("", "--format", OVERLAY_FORMATS, "Format of the overlays.  [default: that of the run]")
 @shared.drawing_options

@@ -1,7 +1,6 @@
-"""Options shared by commands: models, methods, drawing and runs, and the objects built from them."""
+"""Options shared by commands: models, methods, drawing and runs, and the values that the user gave."""
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -15,7 +14,6 @@ from vitflow.errors import OptionError, printable
 from vitflow.files import is_folder, is_there
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
-from vitflow.models.classes import class_index, imagenet_names, read_class_names, top_count
 from vitflow.registry.method_table import Method, get_method, list_methods
 from vitflow.registry.options import OPTIONS, Option, Scope, options_of
 from vitflow.text.method_table import TEXT_METHODS
@@ -24,7 +22,6 @@ _Command = Callable[..., None]
 
 # Trained on photographs, and small enough to download for a first try.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
-_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 _OPTIONS_OF_METHODS = "The options of a method are listed by vitflow methods NAME."
 _OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
 #: Groups of options in the order of the help; "Options" is the group of those without another one.
@@ -47,9 +44,13 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
+            if self._option.name == "cmap":
+                from vitflow.images.overlay import color_table
+
+                color_table(value, two_sides=False)
             return self._option.read(value) if isinstance(value, str) else value
         except OptionError as error:
-            self.fail(str(error).partition(": ")[2], param, ctx)
+            self.fail(str(error).removeprefix(f"{self._option.name}: "), param, ctx)
 
 
 def option(panel: str, flags: str, kind: Any, help: str, **more: Any) -> Callable[[_Command], _Command]:
@@ -88,21 +89,6 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
     )(command)
 
 
-class _Colours(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A colour map of matplotlib, looked up before torch is loaded."""
-
-    name = "NAME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from vitflow.images.overlay import color_table
-
-        try:
-            color_table(value, two_sides=False)
-        except OptionError as error:
-            self.fail(str(error), param, ctx)
-        return value
-
-
 def table_option(row: Option, panel: str, default: str = "", **more: Any) -> Callable[[_Command], _Command]:
     """Return the command-line option of a row of the option table, with its default as text."""
     kind: Any = row.kind
@@ -110,11 +96,9 @@ def table_option(row: Option, panel: str, default: str = "", **more: Any) -> Cal
         kind = row.choices
     elif row.kind is bool and row.scope == "drawing":
         kind = bool
-    elif row.name == "cmap":
-        kind = _Colours()
     elif row.limits and row.kind is float:
         kind = click.FloatRange(*row.limits)
-    elif row.choices or row.kind not in (int, float, str):  # click's own help and errors suit these
+    elif row.name == "cmap" or row.choices or row.kind not in (int, float, str):  # click's own types suit others
         kind = _Value(row)
     more |= {} if isinstance(kind, tuple) or kind is bool else {"metavar": row.values}
     help = f"{row.help}  [default: {default}]" if default else row.help
@@ -237,6 +221,11 @@ def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> 
 METHOD_DEFAULT = "[default: gae with --class, --against, --prompt or --like; else rollout]"
 
 
+def methods_option(help: str, kind: Any = "NAME") -> Callable[[_Command], _Command]:
+    """Return the option for several methods."""
+    return option("Method", "--method methods", kind, help, multiple=True)
+
+
 def method_option(help: str) -> Callable[[_Command], _Command]:
     """Return the option for a single method."""
     return option("Method", "--method", "NAME", f"{help}  {METHOD_DEFAULT}", multiple=True, callback=_only)
@@ -272,7 +261,7 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
 
 def has_target(given: Mapping[str, Any]) -> bool:
     """Return True if a target other than the predicted class is given."""
-    return _is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
+    return is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 
 
 def say_default(method: str) -> None:
@@ -284,12 +273,12 @@ def say_default(method: str) -> None:
 def method_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the method options given by the user."""
     values = given_options(given, options_of(*_OF_METHODS))
-    if _is_about_box(given):  # a question, not an option of the method
+    if is_about_box(given):  # a question, not an option of the method
         del values["box"]
     return values
 
 
-def _is_about_box(given: Mapping[str, Any]) -> bool:
+def is_about_box(given: Mapping[str, Any]) -> bool:
     """Return True if --box names a detection or a region to explain, not the patches that similarity compares with."""
     methods = [given.get("method"), *(given.get("methods") or ())]
     return given.get("box") is not None and "similarity" not in methods
@@ -308,71 +297,3 @@ def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given values of the parameters of a function, without the options of the table."""
     return given_options(given, [name for name in inspect.signature(function).parameters if name not in OPTIONS])
-
-
-def check_before_loading(given: Mapping[str, Any]) -> None:
-    """Raise OptionError, before torch is loaded, for a missing file of weights, and classes that are known to be wrong.
-
-    The names of classes are those of --class-names, or ImageNet's for an id of timm whose weights are for it.
-    """
-    model = str(given["model"] or DEFAULT_MODEL)
-    if Path(model).suffix in _WEIGHTS and not Path(model).exists():
-        raise OptionError(f"Expected --model as an id or an existing file, but {printable(model)} does not exist.")
-    names = None
-    if given["class_names"]:
-        names = read_class_names(given["class_names"])
-    elif model.endswith("in1k") and not (given["checkpoint"] or given["num_classes"]):
-        names = imagenet_names(1000)
-    others = given.get("prompts") or given.get("like") or given.get("box")
-    for target in () if others else [*given.get("targets", ()), given.get("target"), given.get("against")]:
-        if names and target != "rest" and top_count(target) is None:
-            class_index(target, len(names), names)
-
-
-def make_explainer(given: Mapping[str, Any]) -> Any:
-    """Build the explainer that `model_options` and `question_options` describe."""
-    from vitflow.explaining.explainer import Explainer
-    from vitflow.models.loading import load_model
-    from vitflow.recording.isolation import default_device
-
-    if given["model"] is None:
-        say(f"model: {DEFAULT_MODEL} (change with --model)")
-    loading = given_options(given, ("checkpoint", "num_classes", "class_names", "global_pool"))
-    model = load_model(given["model"] or DEFAULT_MODEL, dynamic_img_size=given["fit"] == "native", **loading)
-    settings = given_options(given, ("dtype", "fit", "name")) | {"data_config": _data_config(given["data_config"])}
-    return Explainer(model, device=given["device"] or default_device(), outputs=_outputs(given, model), **settings)
-
-
-def _data_config(path: str | Path | None) -> Any:
-    """Read the preprocessing of a model from a JSON file."""
-    if path is None:
-        return None
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"Could not read --data-config {printable(path)} as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise OptionError(f"Expected --data-config as a JSON object with input_size, mean and std, got {config!r:.60}.")
-    return config
-
-
-def _outputs(given: Mapping[str, Any], model: Any) -> Any:
-    """Return the outputs that the options request; None for the model's classes."""
-    from vitflow.explaining.image_model import similarity_to
-    from vitflow.explaining.regions import about_region
-    from vitflow.models.names import has_regions, is_segmenting
-    from vitflow.models.pairs import prompts
-
-    if given.get("prompts") and given.get("like"):
-        raise OptionError("--prompt and --like cannot be used together.")
-    named = None
-    if given.get("prompts"):
-        named = prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
-    elif given.get("templates") or given.get("raw"):
-        raise OptionError("--template and --raw require --prompt.")
-    box = given["box"] if _is_about_box(given) else None
-    if box is not None or (has_regions(model) and not given.get("like")):
-        if given.get("like") or (named and is_segmenting(model)):
-            raise OptionError("--box cannot be used with --like, and with --prompt for detectors only.")
-        return about_region(model, box, prompts=named)
-    return similarity_to(given["like"]) if given.get("like") else named

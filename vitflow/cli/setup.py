@@ -1,6 +1,5 @@
-"""`vitflow methods`, `demo`, `doctor` and `app`: methods, a first example, a check of the installation, the page."""
+"""`vitflow methods`, `demo`, `doctor`, `check` and `app`: methods, a first example, checks, the web app."""
 
-import json
 import platform
 import re
 import sys
@@ -16,6 +15,7 @@ import rich_click as click
 
 from vitflow.app import serve
 from vitflow.cli import options as shared
+from vitflow.cli.explainer import make_explainer
 from vitflow.cli.output import say, say_record, writing
 from vitflow.errors import check_known, printable
 from vitflow.registry.method_table import Method
@@ -29,8 +29,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 
 @click.command(short_help="List the methods, or describe one.", panel="Setup")
 @click.argument("name", required=False)
-@shared.option("", "--json as_json", bool, "Print the table as JSON.")
-def methods(name: str | None, as_json: bool) -> None:
+def methods(name: str | None) -> None:
     """List the methods.
 
     With NAME, describe one method: its question, its source, and the meaning and values of each option.
@@ -38,29 +37,10 @@ def methods(name: str | None, as_json: bool) -> None:
     tables = {"image": list_methods(text=False), "text": list_methods(text=True)}
     if name is not None:
         check_known("method", name, {method.name for table in tables.values() for method in table})
-    rows = [(kind, method) for kind, table in tables.items() for method in table if name in (None, method.name)]
-    if as_json:
-        click.echo(json.dumps([_record(kind, method) for kind, method in rows], indent=2))
-        return
-    if name is None:
-        click.echo(_table(tables))
-    else:
+        rows = [(kind, method) for kind, table in tables.items() for method in table if name == method.name]
         click.echo("\n".join(_description(kind, method) for kind, method in rows), nl=False)
-
-
-def _record(kind: str, method: Method) -> dict[str, Any]:
-    """Return a method as a JSON object."""
-    return {
-        "name": method.name,
-        "input": kind,
-        "summary": method.summary,
-        "question": method.question,
-        "class_specific": method.class_specific,
-        "options": dict(method.defaults),
-        "values": {name: _values(method, name) for name in method.defaults if name in OPTIONS},
-        "presets": {name: dict(options) for name, options in method.presets.items()},
-        "paper": method.paper,
-    }
+    else:
+        click.echo(_table(tables))
 
 
 def _table(tables: Mapping[str, Sequence[Method]]) -> str:
@@ -124,21 +104,17 @@ def demo(output: Path) -> None:
 
 
 @click.command(short_help="Check the installation.", panel="Setup")
-@shared.option("", "--json as_json", bool, "Print one JSON object.")
-def doctor(as_json: bool) -> None:
+def doctor() -> None:
     """Report versions, the device, installed extras, and whether a model runs and the hub can be reached.
 
     Include the output in bug reports. The hub is contacted for at most two seconds, and not if HF_HUB_OFFLINE=1. The
     exit code is 1 if the bundled model fails.
     """
-    checks: dict[str, str] = {}
+    failed = False
     for name, result in _checks():
-        checks[name] = result
-        if not as_json:
-            click.echo(printable(f"{name:<24} {result}"))
-    if as_json:
-        say_record(checks)
-    if checks["demo model"].startswith("FAILS"):
+        click.echo(printable(f"{name:<24} {result}"))
+        failed |= name == "demo model" and result.startswith("FAILS")
+    if failed:
         sys.exit(1)
 
 
@@ -201,6 +177,27 @@ def _hub() -> str:
     if hub_responds(_PATIENCE):
         return "reachable"
     return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"
+
+
+@click.command(short_help="Check whether methods apply to a model.", panel="Setup")
+@click.argument("model", metavar="MODEL")
+@shared.loading_options
+@shared.option("", "--json as_json", bool, "Print one JSON object.")
+def check(**given: Any) -> None:
+    """Check MODEL (id, demo, or PATH): clauses of the contract, tokens, and the methods that apply.
+
+    The model runs on noise; nothing is explained. The exit code is 1 if rollout is refused.
+    """
+    explainer = make_explainer(given)
+    from vitflow.explaining.checking import check
+
+    checked = check(explainer)
+    if given["as_json"]:
+        say_record(checked.to_dict())
+    else:
+        click.echo(printable(str(checked), lines=True))
+    if checked.refusal:
+        sys.exit(1)
 
 
 @click.command(short_help="Open the web app in a browser.", panel="Images")

@@ -1,7 +1,7 @@
 """`vitflow read` and `vitflow caption`: attribution of words to the tokens of a text, or to the patches of an image."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,7 @@ from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, text_method
 )
 @shared.text_method_options
 @shared.option("", "--hide-special", bool, "Hide special tokens; the caption says so.")
-@shared.option(
-    "",
-    "--hide-stop-words",
-    "english|FILE",
-    "Do not shade these words (a file with one word per line); the caption says so.",
-)
+@shared.option("", "--hide-stop-words", bool, "Do not shade English stop words; the caption says so.")
 @shared.option("", "--html", shared.NEW_FILE, "Write an interactive page.")
 @shared.option("", "--png", shared.NEW_FILE, "Write the shaded text as .png, .pdf or .svg.")
 @shared.option("", "--json as_json", bool, "Print one JSON object with all values instead.")
@@ -58,9 +53,10 @@ def read(text: str | None, **given: Any) -> None:
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
     _check(text, given)
-    from vitflow.text.words import text_of
+    from vitflow.text.words import ENGLISH_STOP_WORDS, text_of
 
-    hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
+    stop_words = ENGLISH_STOP_WORDS if given["hide_stop_words"] else ()
+    hiding = {"special": not given["hide_special"], "stop_words": stop_words}
     for name in ("token", "target"):  # a word, or an index
         if (value := given[name]) is not None and value.removeprefix("-").isdecimal():
             given[name] = int(value)
@@ -100,22 +96,6 @@ def _check(text: str | None, given: Mapping[str, Any]) -> None:
         )
     if given["png"] is not None:
         check_suffix(given["png"], FIGURE_FORMATS)
-
-
-def _stop_words(name: str | None) -> Iterable[str]:
-    """Return the bundled stop words, or those of a file with one word per line."""
-    if name is None:
-        return ()
-    from vitflow.text.words import ENGLISH_STOP_WORDS
-
-    if name == "english":
-        return ENGLISH_STOP_WORDS
-    try:
-        return Path(name).read_text(encoding="utf-8").split()
-    except (OSError, ValueError) as error:
-        raise OptionError(
-            f"Expected --hide-stop-words english, or a file with one word per line, got {name!r}: {error}."
-        ) from error
 
 
 def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
