@@ -50,8 +50,10 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
 
 def _data_config(path: Path | None) -> Any:
     """Read the preprocessing of a model from a JSON file."""
+    if path is None:
+        return None
     try:
-        return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"Could not read --data-config {printable(path)} as JSON: {error}") from error
 

@@ -22,9 +22,7 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
     def __init__(self, *words: str) -> None:
         self._words, self.name = words, "|".join(("NAME[:OPTION=VALUE,…]", *words))
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | tuple[str, dict[str, Any]]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the method's name and options, or a word; a usage error if either is unknown."""
         if isinstance(value, tuple) or value in self._words:
             return value
