@@ -497,12 +497,7 @@ def test_conditions_are_sql(requested, text, names):
 
 
 NO_CONDITIONS = ["", "probability <", "import os", "probability < 1)", "x'", "\0 < 1", "'\ud800' = ''"]
-NO_CONDITIONS += ["path < 3", "record = ''", "name = 'x'", "position = 1"]  # other columns
-NO_CONDITIONS += ["1; DELETE FROM rows", "(SELECT count(*) FROM maps)", "EXISTS (SELECT 1 FROM sqlite_master)"]
-NO_CONDITIONS += ["1) UNION SELECT row FROM maps --"]
-NO_CONDITIONS += ["1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)"]
-NO_CONDITIONS += ["load_extension('x')", "writefile('x', 'y')", "randomblob(9)", "zeroblob(9) = 1", "hex(input) = ''"]
-NO_CONDITIONS += ["printf('%9d', 1) = ''", "replace(input, 'a', 'bb') = ''"]
+NO_CONDITIONS += ["path < 3", "1; DELETE FROM rows", "load_extension('x')", "writefile('x', 'y')"]
 NO_CONDITIONS += ["(" * 2000 + "1" + ")" * 2000, "input LIKE '" + "%a" * 300 + "'", "1 OR " * 5000 + "1"]
 
 
@@ -512,15 +507,3 @@ def test_what_is_no_condition_is_refused(requested, text):
     with SavedRun(requested) as run, pytest.raises(OptionError, match="SQL condition"):
         list(run.with_maps(where=text))
     assert (requested / FILE).read_bytes() == before
-
-
-def test_a_condition_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
-    with Run(tmp_path, FINGERPRINT) as run:
-        run.missing([f"{number}" for number in range(2000)], lambda row: True)
-        run.put(made(f"{number}") for number in range(2000))
-    monkeypatch.setattr(saved, "_LONGEST_CONDITION", 0.01)
-    slow = " OR ".join(f"input LIKE '%{number}%x%'" for number in range(300))
-    with SavedRun(tmp_path) as run:
-        with pytest.raises(OptionError, match=r"it takes longer than 0.01 seconds"):
-            list(run.with_maps(where=slow))
-        assert len(list(run.with_maps(where="value = 1"))) == 2000

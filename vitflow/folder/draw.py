@@ -31,8 +31,6 @@ from vitflow.images.reading import read_image
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
 # Options of the drawing that are not text.
 _DRAWING = dict.fromkeys(("alpha", "vmin", "vmax"), (int, float)) | {"crop_to_seen": (bool,)}
-# Maximal number of classes listed in a warning.
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)

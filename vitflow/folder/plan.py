@@ -181,14 +181,8 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         raise ImageError(f"Could not list {printable(url)!r}: {printable(str(error))}.") from error
     listed = {info.path[len(root.rstrip("/")) + 1 :]: (info.size, info.mtime_ns) for info in files}
     visible = [key for key in listed if not any(part.startswith(".") for part in key.split("/")[:-1])]
-    selected, unread = [], Counter[str]()
-    for key in visible:
-        name = key.rpartition("/")[2]
-        matches = _is_selected(name, key, glob, folder=False)
-        if matches and not name.startswith("."):
-            selected.append(key)
-        elif (matches or glob is None) and (suffix := unread_suffix(name)):
-            unread[suffix] += 1
+    unread = Counter[str]()
+    selected = [key for key in visible if _is_input(key, glob, unread)]
     if note := unread_in_words(unread):
         warnings.warn(note, VitflowWarning, stacklevel=4)
     notes = () if recursive else ("--recursive (recursive=True) includes subfolders.",)
@@ -231,20 +225,21 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
         visited.add((status.st_dev, status.st_ino))
         for name in (*names, *subfolders):
             path = os.path.join(folder, name)  # noqa: PTH118
-            inside = os.path.relpath(path, source)
-            selected = _is_selected(name, inside, glob, name in subfolders)
-            if selected and not name.startswith("."):
+            if _is_input(Path(os.path.relpath(path, source)).as_posix(), glob, unread, folder=name in subfolders):
                 yield path
-            elif (selected or glob is None) and name not in subfolders and (suffix := unread_suffix(name)):
-                unread[suffix] += 1
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
 
 
-def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:
-    if glob is None:
-        return is_image_name(name)
-    return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
+def _is_input(key: str, glob: str | None, unread: Counter[str], *, folder: bool = False) -> bool:
+    """Return True for an input, given its path relative to the source; count an image file that is left out."""
+    name = key.rpartition("/")[2]
+    matches = is_image_name(name) if glob is None else not folder and any(fnmatch.fnmatch(n, glob) for n in (name, key))
+    if matches and not name.startswith("."):
+        return True
+    if (matches or glob is None) and not folder and (suffix := unread_suffix(name)):
+        unread[suffix] += 1
+    return False
 
 
 def _stems(key: str, room: int) -> Iterator[str]:

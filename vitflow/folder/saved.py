@@ -9,7 +9,6 @@ so that a reader does not block an active run.
 import json
 import os
 import sqlite3
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,11 +36,8 @@ SCHEMA = (
     "CREATE TABLE maps (row INTEGER NOT NULL, number INTEGER NOT NULL, label TEXT NOT NULL, grid BLOB NOT NULL, "
     "rows INTEGER NOT NULL, cols INTEGER NOT NULL, scale REAL NOT NULL, PRIMARY KEY (row, number)) WITHOUT ROWID",
 )
-# Functions allowed in a condition: none of them expands short text to long text.
-_FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
-_FUNCTIONS |= {"substr", "trim", "upper"}
-# Timeouts in seconds: of a condition, and of a reader or writer that waits for a lock.
-_LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
+# Seconds that a reader or writer waits for a lock.
+_PATIENCE = 10.0
 # What to do about a folder that contains another run.
 _REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 # Rows per query, and the maximal lengths of a value in bytes and of an SQL statement.
@@ -174,34 +170,16 @@ class SavedRun:
 
     def _select(self, where: str) -> set[int]:
         """Return the ids of the rows that satisfy an SQL condition."""
-        deadline = time.monotonic() + _LONGEST_CONDITION
-        self._db.set_authorizer(_authorize)
-        self._db.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
         try:
             # On separate lines, so that a trailing comment does not include the closing bracket.
             return {row_id for (row_id,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            name = getattr(error, "sqlite_errorname", "")
-            if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 raise OptionError(self._damaged(error)) from error
-            why = printable(str(error))
-            if name == "SQLITE_INTERRUPT":
-                why = f"it takes longer than {_LONGEST_CONDITION:g} seconds"
             raise OptionError(
-                f'Expected an SQL condition such as "probability < 0.5", got {printable(where[:80])!r}: {why}. '
-                f"Columns: {', '.join(CONDITION_COLUMNS)}. Functions: {', '.join(sorted(_FUNCTIONS))}."
+                f'Expected an SQL condition such as "probability < 0.5", got {printable(where[:80])!r}: '
+                f"{printable(str(error))}. Columns: {', '.join(CONDITION_COLUMNS)}."
             ) from error
-        finally:
-            self._db.set_progress_handler(None, 0)
-            self._db.set_authorizer(None)
-
-
-def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """Allow the columns and functions of CONDITION_COLUMNS and _FUNCTIONS only."""
-    column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
-    function = str(second).lower() in _FUNCTIONS
-    allowed = {sqlite3.SQLITE_SELECT: True, sqlite3.SQLITE_READ: column, sqlite3.SQLITE_FUNCTION: function}
-    return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
 
 
 # -- rows
