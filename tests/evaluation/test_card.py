@@ -44,7 +44,12 @@ def test_a_card_shows_the_middle_images_of_the_method_of_the_verdict(measured, d
 def test_what_was_not_measured_is_said(demo, measured, tmp_path):
     for seed in range(10):
         write_image(tmp_path / "in" / f"{seed}.png", draw_image(seed).image)
-    options = {"methods": ["rollout"], "metrics": ["flip_stability", "deletion_auc"], "points": 3, "sanity_images": 0}
+    options = {
+        "methods": ["rollout"],
+        "metrics": ["randomisation", "deletion_auc"],
+        "points": 3,
+        "sanity_images": 0,
+    }
     for suffix in ("png", "svg", "pdf"):
         actual = evaluate(tmp_path / "in", demo, card=tmp_path / f"card.{suffix}", output=tmp_path / "out", **options)
         assert (tmp_path / f"card.{suffix}").stat().st_size > 5000

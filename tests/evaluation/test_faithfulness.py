@@ -22,7 +22,7 @@ from vitflow.analysis.removal import patch_order, removed_counts
 from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
-from vitflow.evaluation.measures.sanity import flip_stability
+from vitflow.evaluation.measures.sanity import class_sensitivity
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.explaining.token_dropping import run_on_patches
@@ -308,7 +308,7 @@ def test_grids_of_one_image_may_cover_different_pixels():
     maps = explainer.explain_batch([IMAGE], methods=["gae", ("input_gradient", {"patch_size": 7})])
     assert maps[0].placement != maps[1].placement  # patches cover 32 of 35 pixels
     assert all(curve.deletion.std() > 0 for curve in faithfulness_curves(explainer, maps, replace="blank", points=4))
-    assert len(flip_stability(explainer, maps)) == 2
+    assert len(class_sensitivity(explainer, maps)) == 2
 
 
 def test_models_without_tokens_are_requested_in_images():

@@ -22,9 +22,9 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowError
 from vitflow.evaluation import (
     METRICS,
     Evaluation,
+    class_sensitivity,
     evaluate,
     faithfulness_curves,
-    flip_stability,
     localise,
     measuring,
     results,
@@ -59,8 +59,8 @@ def test_the_values_are_those_of_the_parts(demo):
         largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
         maps = demo.explain_batch([image.image], methods=list(actual.methods), targets=largest)
         curves = faithfulness_curves(demo, maps, points=3)
-        flips = flip_stability(demo, maps)
-        for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
+        changes = class_sensitivity(demo, maps)
+        for place, (one, curve, change) in enumerate(zip(maps, curves, changes, strict=True)):
             truth = localise(one.heatmap, image.mask_of(largest))
             for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
                 assert actual.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
@@ -70,13 +70,12 @@ def test_the_values_are_those_of_the_parts(demo):
                 actual.values["roc_auc"][:, place].mean()
             )
             assert actual.series["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
-            assert actual.values["flip_stability"][number, place] == pytest.approx(flip, abs=1e-3)
-    assert actual.series["cascade"].shape == (2, 4, len(actual.stages))
-    assert np.abs(actual.series["cascade"][..., -1]) == pytest.approx(actual.values["randomisation"])
+            assert actual.values["class_sensitivity"][number, place] == pytest.approx(change, abs=1e-3)
+    assert (actual.values["randomisation"][:, 2:] == 1.0).all() and (actual.values["randomisation"][:, :2] < 0.9).all()
 
 
 def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
-    metrics = ["roc_auc", "deletion_auc", "flip_stability"]
+    metrics = ["roc_auc", "deletion_auc", "class_sensitivity"]
     actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=metrics, blurred_control=True, points=3)
     assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
     largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
@@ -90,7 +89,7 @@ def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
     assert actual.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
     [curve] = faithfulness_curves(demo, [twin], points=3)
     assert actual.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
-    checked = actual.values["flip_stability"][~np.isnan(actual.values["flip_stability"]).all(axis=1)]
+    checked = actual.values["class_sensitivity"][~np.isnan(actual.values["class_sensitivity"]).all(axis=1)]
     assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
     pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
     assert {("gae", "gae (blurred)"), ("rollout", "gae")} <= pairs
@@ -125,11 +124,11 @@ def test_sanity_is_measured_on_some_images_the_same_in_every_run(demo):
     actual = evaluate("demo:6", model=demo, methods=["input_gradient"], metrics=["sanity"], sanity_images=2)
     checked = ["sanity" in image["groups"] for image in actual.images]
     assert sum(checked) == 2
-    assert (~np.isnan(actual.values["flip_stability"][:, 0]) == checked).all()
-    row = actual.table("flip_stability")[0]
+    assert (~np.isnan(actual.values["class_sensitivity"][:, 0]) == checked).all()
+    row = actual.table("class_sensitivity")[0]
     assert (row.estimate.count, row.estimate.undefined) == (2, 0)
     assert any("2 images" in note for note in actual.notes)
-    again = evaluate("demo:6", model=demo, methods=["centre"], metrics=["flip_stability"], sanity_images=2)
+    again = evaluate("demo:6", model=demo, methods=["centre"], metrics=["class_sensitivity"], sanity_images=2)
     assert ["sanity" in image["groups"] for image in again.images] == checked
 
 
@@ -139,7 +138,7 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity():
     assert actual.methods[-2:] == ("random", "centre")
     assert {"rollout", "occlusion", "gradcam"} < set(actual.methods)
     place = actual.methods.index("occlusion")
-    assert np.isnan(actual.values["shift_stability"][0, place])
+    assert np.isnan(actual.values["class_sensitivity"][0, place])
     assert not np.isnan(actual.values["roc_auc"][0, place])
     [note] = [note for note in actual.notes if "without sanity checks" in note]
     assert "run the model again: legrad, occlusion, sampling, consensus; select a method" in note
@@ -239,7 +238,7 @@ def test_images_without_a_gradient_are_rows_with_errors_and_take_neither_methods
     ]
     expected = evaluate([image for image in images if image.mean() > 50], **options)
     assert actual.methods == expected.methods and {"gae", "gradcam", "input_gradient"} < set(actual.methods)
-    for name in ("deletion_auc", "class_sensitivity", "flip_stability"):
+    for name in ("deletion_auc", "class_sensitivity"):
         np.testing.assert_allclose(actual.values[name], expected.values[name], rtol=1e-4, err_msg=name)
 
 
@@ -307,7 +306,7 @@ def tables(place: Path) -> dict[str, str]:
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(demo, tmp_path, monkeypatch, no_drawing):
-    options = {"model": demo, "methods": ["gae"], "metrics": ["localisation", "flip_stability"], "sanity_images": 1}
+    options = {"model": demo, "methods": ["gae"], "metrics": ["localisation", "class_sensitivity"], "sanity_images": 1}
     options |= {"batch_size": 2}
     evaluate("demo:5", output=tmp_path / "whole", **options)
 
@@ -344,7 +343,7 @@ def test_sameness_is_of_all_images_of_a_run_that_was_resumed(demo, tmp_path, no_
 
 def test_more_images_are_added_to_a_run(demo, tmp_path, monkeypatch, no_drawing):
     options = {"model": demo, "methods": ["gae"], "sanity_images": 1}
-    options |= {"metrics": ["roc_auc", "flip_stability"]}
+    options |= {"metrics": ["roc_auc", "class_sensitivity"]}
     evaluate("demo:4", output=tmp_path / "whole", **options)
     evaluate("demo:2", output=tmp_path / "grown", **options)
     measured = counting(monkeypatch)
@@ -352,7 +351,7 @@ def test_more_images_are_added_to_a_run(demo, tmp_path, monkeypatch, no_drawing)
     assert {"demo-2", "demo-3"} <= set(measured) <= {f"demo-{number}" for number in range(4)}
     assert tables(tmp_path / "grown") == tables(tmp_path / "whole")
     actual = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
-    assert (len(actual.images), actual.table("flip_stability")[0].estimate.count) == (2, 1)
+    assert (len(actual.images), actual.table("class_sensitivity")[0].estimate.count) == (2, 1)
 
 
 def test_changed_and_failed_images_are_measured_again(folder, demo, tmp_path, monkeypatch, no_drawing):
@@ -398,7 +397,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
     assert {path.name for path in place.iterdir()} == {
         *("run.sqlite", "results.csv", "summary.json", "report.html", "figures")
     }
-    localised, faithful, checked = 5, 3, 4
+    localised, faithful, checked = 5, 3, 2
     assert len(actual.rows) == 4 * (4 * (localised + faithful) + checked)
     with (place / "results.csv").open(newline="") as file:
         stored = list(csv.DictReader(file))

@@ -91,5 +91,5 @@ def test_a_map_that_is_not_clearly_better_than_a_random_one_is_not_named():
         assert answer.best is None and "none is clearly better than a random one" in answer.sentence
     nothing = measured(grid_auc={"gae": 0.5, "random": 0.5})
     nothing.values["grid_auc"][:] = np.nan
-    without = measured(roc_auc={"random": 0.5}), measured(shift_stability={"gae": 0.5, "random": 0.1}), nothing
+    without = measured(roc_auc={"random": 0.5}), measured(class_sensitivity={"gae": 0.5, "random": 0.1}), nothing
     assert [verdict(tables) for tables in without] == [[]] * 3

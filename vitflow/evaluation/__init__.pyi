@@ -10,9 +10,7 @@ from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import localise as localise
 from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity
-from .measures.sanity import flip_stability as flip_stability
 from .measures.sanity import sameness as sameness
-from .measures.sanity import shift_stability as shift_stability
 from .measures.sanity import stage_names as stage_names
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric

@@ -107,7 +107,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
     for group in filter(_MEASURES.__contains__, case.groups):
         start = time.perf_counter()
-        row |= _MEASURES[group](case, values) or {}
+        _MEASURES[group](case, values)
         row["group_seconds"][group] = time.perf_counter() - start
     plain: dict[str, Any] = _rounded(row)
     return plain
@@ -160,24 +160,19 @@ def _faithfulness(case: Case, values: Values) -> None:
         values[label] |= {name: np.asarray(getattr(each, name)).tolist() for name in _CURVES}
 
 
-def _sanity(case: Case, values: Values) -> dict[str, Any]:
+def _sanity(case: Case, values: Values) -> None:
     labels = [method.label for method in case.protocol.methods if method.label not in case.protocol.unchecked]
     explainer, checked = case.explainer, [case.maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (case.protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    stages = sanity.cascading_randomisation(explainer, checked, seed=seed)
-    checks: dict[str, Sequence[Any]] = {
-        "cascade": list(zip(*(similarities for _, similarities in stages), strict=True)),
-        "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
-        "shift_stability": sanity.shift_stability(explainer, checked),
-        "flip_stability": sanity.flip_stability(explainer, checked),
-    }
+    whole = sanity.stage_names(explainer.model)[-1:]
+    [(_, similarities)] = sanity.cascading_randomisation(explainer, checked, stages=whole, seed=seed)
+    checks = {"randomisation": [None if value is None else abs(value) for value in similarities]}
     if checked[0].target is not None:
         checks["class_sensitivity"] = sanity.class_sensitivity(explainer, checked)
     for name, by_map in checks.items():
         for label, value in zip(labels, by_map, strict=True):
             values[label][name] = value
-    return {"stages": [name for name, _ in stages]}
 
 
 def _grid(case: Case, values: Values) -> None:
@@ -196,8 +191,8 @@ def _grid(case: Case, values: Values) -> None:
                 values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
 
 
-# The function of each group that needs one image only: adds values, and may return further entries of the row.
-_MEASURES: dict[str, Callable[[Case, Values], dict[str, Any] | None]] = {
+# The function of each group that needs one image only.
+_MEASURES: dict[str, Callable[[Case, Values], None]] = {
     "localisation": _localisation,
     "faithfulness": _faithfulness,
     "sanity": _sanity,

@@ -130,8 +130,6 @@ class Evaluation(Tables):
         if self.fractions:
             record["curves"] = {"fractions": self.fractions}
             record["curves"] |= {name: self.mean_lines(name) for name in ("deletion", "insertion")}
-        if "cascade" in self.series:
-            record["randomisation"] = {"stages": self.stages} | self.mean_lines("cascade")
         return record
 
     def to_markdown(self) -> str:

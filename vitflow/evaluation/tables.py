@@ -134,8 +134,7 @@ class Tables:
     def series(self) -> dict[str, NDArray[np.float64]]:
         """Measured values with several numbers per image and method, float64 [images, methods, numbers].
 
-        They are "overlap" of `Localisation`, the "deletion" and "insertion" curves of the target's probability, and
-        "cascade", Spearman with the original map at each stage of randomisation.
+        They are "overlap" of `Localisation`, and the "deletion" and "insertion" curves of the target's probability.
         """
         stored = {name for image in self.images for values in image["values"].values() for name in values}
         return {name: self._stacked(name) for name in sorted(stored - set(METRICS))}
@@ -145,11 +144,6 @@ class Tables:
         shape = next((np.shape(value) for entry in entries for value in entry if value is not None), ())
         empty = np.full(shape, np.nan)
         return np.array([[empty if value is None else value for value in entry] for entry in entries], dtype=np.float64)
-
-    @property
-    def stages(self) -> list[str]:
-        """Names of the stages of randomisation, from the top of the network down."""
-        return next((image["stages"] for image in self.images if "stages" in image), [])
 
     @property
     def groups(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sanity checks: cascading weight randomisation, stability under shifts and flips, and sensitivity to the class.
+"""Sanity checks: cascading weight randomisation, sensitivity to the class, and sameness over images.
 
 Each takes the explainer that made some maps and the maps, which explain one target of one image by any methods, and
 returns Spearman's ρ for each map, in order; None if a map is constant, as those without a gradient are. Maps of several
@@ -13,22 +13,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, check_known, checked_seed
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.methods.cells import cell_grid
 from vitflow.methods.similarity import Values, spearman
 from vitflow.models.blocks import first_stack
 
 #: Minimum number of images of sameness.
 MIN_IMAGES = 8
-# Default number of stages of randomisation, evenly spaced from the head to the whole model.
-DEFAULT_STAGES = 5
 
 Stage = tuple[str, list[nn.Module]]
 
@@ -55,7 +51,7 @@ def cascading_randomisation(
     Args:
         explainer: the explainer that made the maps.
         maps: maps of one image for one target, by any methods.
-        stages: names from `stage_names`; by default five, evenly spaced from the head to the whole model.
+        stages: names from `stage_names`; by default all, from the head to the whole model.
         seed: seed of the weights, which do not depend on the chosen stages; or a generator that it is drawn from.
 
     Returns:
@@ -74,8 +70,7 @@ def cascading_randomisation(
     [('head', 1.0), ('embedding', 1.0)]
     """
     names = stage_names(explainer.model)
-    if stages is None:
-        stages = [names[round(index)] for index in np.linspace(0, len(names) - 1, min(DEFAULT_STAGES, len(names)))]
+    stages = names if stages is None else stages
     for stage in stages:
         check_known("stage", stage, names)
     results, placed = [], shared_input(maps)
@@ -83,27 +78,26 @@ def cascading_randomisation(
         # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
         for stage, randomised in randomised_copies(explainer, stages, seed=seed):
-            others = explain_again(randomised, [placed], maps)
+            others = _explain_again(randomised, placed, maps)
             results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
     return results
 
 
-def explain_again(explainer: Explainer, images: Sequence[PlacedImage], maps: Sequence[Saliency]) -> list[Saliency]:
-    """Return maps of images by the methods, with the options and for the target of some maps; by image, then map.
+def _explain_again(explainer: Explainer, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
+    """Return the maps of an image by the methods, with the options and for the target of some maps.
 
     They are 0 if the output has no gradient, as with random weights below a ReLU.
     """
     first = maps[0]
     if any(m.target != first.target for m in maps[1:]):
         raise OptionError("Expected maps of one image for one target, got several targets.")
-    pairs = [(image, saliency) for image in images for saliency in maps]
-    targets = None if first.target is None else np.full(len(images), first.target)
+    methods = [(m.method, m.options) for m in maps]
     try:
-        return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
+        return explainer.explain_batch([image], methods=methods, targets=first.target)
     except NoGradientError:
-        if len(pairs) == 1:
+        if len(maps) == 1:
             return [replace(first, grid=np.zeros_like(first.grid))]
-    return [again for image, saliency in pairs for again in explain_again(explainer, [image], [saliency])]
+    return [again for saliency in maps for again in _explain_again(explainer, image, [saliency])]
 
 
 def stage_names(model: nn.Module) -> list[str]:
@@ -176,54 +170,6 @@ def _redraw(module: nn.Module) -> None:
             parameter.normal_(float(trained.mean()), float(trained.std(correction=0)))
 
 
-def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
-    """Return Spearman's ρ between each map and the map of the shifted image, shifted back.
-
-    The model input is shifted by one patch, once to the right and once down; ρ is the mean of both. Only patches with
-    identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
-    reflection at the border. Only the position embedding and the border change, so a map that depends on content is
-    stable. A map that depends only on position can be stable, too: a centre prior loses little. ρ is None for constant
-    maps, and for grids that do not shift by whole cells.
-
-    >>> from vitflow.demo import sample_images
-    >>> explainer = Explainer("demo")
-    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["rollout", "random"])
-    >>> rollout, random = shift_stability(explainer, maps)
-    >>> rollout > 0.5 > random
-    True
-    """
-    placed = shared_input(maps)
-    height, width = placed.placement.input_size
-    rows, cols = cell_grid(height, width, None)
-    down, right = explainer.spec.patch_size or (height // rows, width // cols)
-    wide = _wide_input(explainer, placed, (down, right))  # the model input with a margin of one patch
-    moved = [wide[:, down : down + height, :width], wide[:, :height, right : right + width]]
-    shifted = explain_again(explainer, [replace(placed, pixels=pixels) for pixels in moved], maps)
-    values = []
-    for before, to_right, to_down in zip(maps, shifted[: len(maps)], shifted[len(maps) :], strict=True):
-        across = _moved_back(before.grid, to_right.grid, right, width)
-        along = _moved_back(before.grid.T, to_down.grid.T, down, height)
-        values.append(None if across is None or along is None else (across + along) / 2)
-    return values
-
-
-def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
-    """Return Spearman's ρ between each map and the map of the mirrored image, mirrored back.
-
-    The model input itself is mirrored left to right, so that every patch contains the mirror image of its counterpart.
-    A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.
-
-    >>> from vitflow.demo import sample_images
-    >>> explainer = Explainer("demo")
-    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["centre"])
-    >>> [round(rho, 2) for rho in flip_stability(explainer, maps)]
-    [1.0]
-    """
-    placed = shared_input(maps)
-    mirrored = explain_again(explainer, [replace(placed, pixels=_wide_input(explainer, placed, (0, 0)).flip(-1))], maps)
-    return [spearman(a.grid, np.ascontiguousarray(b.grid[:, ::-1])) for a, b in zip(maps, mirrored, strict=True)]
-
-
 def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return 1 − ρ between the maps for two classes of the image, by the method of each map.
 
@@ -278,37 +224,3 @@ def sameness(grids: Sequence[Values]) -> list[float | None]:
     stacked /= np.where(sums > 0.0, sums, 1.0)
     total = stacked.sum(axis=0)
     return [spearman(grid, total - grid) for grid in stacked]
-
-
-def _wide_input(explainer: Explainer, placed: PlacedImage, margin: tuple[int, int]) -> Tensor:
-    """Return the model input with margins (vertical, horizontal), [channels, height, width].
-
-    Margins show the image beyond the crop, or its reflection beyond the border of the image, its padding or a tensor.
-    """
-    known = (0, 0), (0, 0)  # extent of the margins (before, behind) of each axis within the image
-    if placed.pixels is None:
-        placement = placed.placement
-        sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
-        before = [min(max(start, 0), wide) for start, _, _, wide in sides]
-        behind = [min(max(resized - start - size, 0), wide) for start, size, resized, wide in sides]
-        known = (before[0], behind[0]), (before[1], behind[1])
-        (top, left), (height, width) = placement.offset, placement.input_size
-        extended = replace(
-            placement,
-            offset=(top - before[0], left - before[1]),
-            input_size=(height + sum(known[0]), width + sum(known[1])),
-        )
-        placed = replace(placed, placement=extended)
-    pixels = explainer.pixels(placed)[0]
-    for axis, (wide, (first, last)) in enumerate(zip(margin, known, strict=True), start=1):
-        mirrored = np.pad(np.arange(pixels.shape[axis]), (wide - first, wide - last), mode="symmetric")
-        pixels = pixels.index_select(axis, torch.from_numpy(mirrored).to(pixels.device))
-    return pixels
-
-
-def _moved_back(before: NDArray[np.float32], after: NDArray[np.float32], step: int, length: int) -> float | None:
-    """Return ρ over the columns that remain after a shift to the right; None if it is not by whole columns."""
-    cells, rest = divmod(step * before.shape[1], length)
-    if rest or before.shape != after.shape:
-        return None
-    return spearman(np.ascontiguousarray(before[:, :-cells]), np.ascontiguousarray(after[:, cells:]))
