@@ -8,7 +8,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from vitflow.demo import draw_image
 from vitflow.errors import ShapeError
-from vitflow.evaluation import accumulated_iou, localise
+from vitflow.evaluation import localise
 from vitflow.evaluation.statistics import estimate_means
 
 MEASURES = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
@@ -141,19 +141,6 @@ def test_a_plateau_is_requested_its_middle():
     region = np.zeros((9, 9), bool)
     region[2, 2] = True
     assert localise(heatmap, region).pointing_game == 0.0
-
-
-def test_accumulated_iou_adds_up_before_it_divides():
-    random = np.random.default_rng(4)
-    images = [(random.random((20, 20)), random.random((20, 20)) < share) for share in (0.1, 0.7)]
-    actual = [localise(*image) for image in images]
-    heat = np.concatenate([heatmap - heatmap.mean() for heatmap, _ in images]) > 0
-    truth = np.concatenate([region for _, region in images])
-    literal_value = np.mean(
-        [(heat & truth).sum() / (heat | truth).sum(), (~heat & ~truth).sum() / (~heat | ~truth).sum()]
-    )
-    assert accumulated_iou([one.overlap for one in actual]) == pytest.approx(literal_value)
-    assert accumulated_iou([actual[0].overlap]) == actual[0].mean_iou
 
 
 def test_wrong_shapes_are_refused():

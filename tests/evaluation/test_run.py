@@ -163,8 +163,7 @@ def test_images_without_objects_are_left_out_and_counted(folder, demo):
     actual = evaluate(folder, model=demo, methods=["gae"], metrics=["localisation"])
     assert (actual.table("roc_auc")[0].estimate.count, actual.table("energy")[0].estimate.undefined) == (1, 3)
     assert any(note.startswith("Undefined values in localisation") for note in actual.notes)
-    assert any(note.endswith("all methods on 3 images.") for note in actual.notes)
-    assert actual.accumulated_mean_iou()["gae"] == pytest.approx(actual.values["mean_iou"][0, 0])
+    assert any(note.endswith("gae on 3 images, random on 3 images, centre on 3 images.") for note in actual.notes)
 
 
 def test_a_model_without_classes_has_no_answer_to_follow(folder):

@@ -6,7 +6,6 @@ from .measures.faithfulness import run_on_patches as run_on_patches
 from .measures.inputs import InputScores as InputScores
 from .measures.inputs import blank_inputs as blank_inputs
 from .measures.localisation import Localisation as Localisation
-from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import localise as localise
 from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity

@@ -14,7 +14,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import GROUPS, Metric
@@ -125,8 +124,6 @@ class Evaluation(Tables):
                 for pair in self.differences(metric.name)
             ],
         }
-        if "overlap" in self.series:
-            record["accumulated_mean_iou"] = self.accumulated_mean_iou()
         if self.fractions:
             record["curves"] = {"fractions": self.fractions}
             record["curves"] |= {name: self.mean_lines(name) for name in ("deletion", "insertion")}
@@ -154,7 +151,6 @@ class Evaluation(Tables):
         _write(folder / "summary.json", json.dumps(self.to_dict(), indent=1) + "\n")
         charts = draw_charts(self)
         figures = {f"{name}.{suffix}": chart for name, chart in charts.items() for suffix in ("png", "svg")}
-        figures |= {f"grid-{index}.png": figure for index, figure in enumerate(self.grids, start=1)}
         figures |= {} if self.examples is None else {"examples.png": self.examples.figure()}
         for name, figure in figures.items():
             save_figure(figure, folder / "figures" / name)
@@ -166,8 +162,7 @@ class Evaluation(Tables):
             groups={name: group for name, group in GROUPS.items() if name in self.groups},
             maps_shown=_MAPS_SHOWN,
             examples=self._shown_examples(),
-            charts={name: _image(figure, "svg") for name, figure in charts.items()},
-            grids=[_image(grid, "jpeg") for grid in self.grids],
+            charts={name: _chart(figure) for name, figure in charts.items()},
             confidence=round(100 * CONFIDENCE),
             baselines=sum(map(self.is_baseline, self.methods)),
         )
@@ -192,14 +187,9 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
-def _image(figure: Figure, suffix: str) -> dict[str, Any]:
+def _chart(figure: Figure) -> dict[str, Any]:
     """Return a figure as a data URI, and its width on the page."""
-    width, svg = round(_PIXELS * figure.get_figwidth()), suffix == "svg"
-    data = figure_bytes(figure, ".svg" if svg else ".png")
-    if not svg:  # photographs
-        with Image.open(io.BytesIO(data)) as image:
-            data = thumbnail(np.asarray(image.convert("RGB")), 2 * width)
-    return {"data": data_uri(data, "svg+xml" if svg else suffix), "width": width}
+    return {"data": data_uri(figure_bytes(figure, ".svg"), "svg+xml"), "width": round(_PIXELS * figure.get_figwidth())}
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------

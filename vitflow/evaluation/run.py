@@ -29,7 +29,7 @@ from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_same
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, is_blurred
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
-from vitflow.evaluation.targets import ImageGrid, choose_target, draw_grids, explain_samples, make_grids, random_order
+from vitflow.evaluation.targets import ImageGrid, choose_target, explain_samples, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.columns import failed_row, pack_half, unpack_half
 from vitflow.folder.saved import run_fingerprint
@@ -180,15 +180,13 @@ def evaluate(
 def _finished(
     evaluation: Evaluation, run: "_Run", output: str | os.PathLike[str] | None, card: str | os.PathLike[str] | None
 ) -> Evaluation:
-    """Draw maps and grids, and write the output folder and the card; return the evaluation with what was drawn."""
+    """Write the output folder with maps of some images, and the card; return the evaluation with these maps."""
     samples, explainer = {sample.name: sample for sample in run.dataset.samples}, run.explainer
     methods = run.protocol.methods
     if output is not None:
         with finishing(output):
             examples = explain_samples([samples[name] for name in evaluation.extremes], explainer, methods)
-            best = [name for name, _ in evaluation.ranking("grid_auc")] if "grid_auc" in evaluation.values else []
-            grids = draw_grids(run.grids, explainer, methods, best)
-            evaluation = replace(evaluation, examples=examples, grids=grids)
+            evaluation = replace(evaluation, examples=examples)
             evaluation.save(Path(output))
     if card is not None:
         check_count(len(evaluation.images))

@@ -7,12 +7,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.analysis.comparison import Comparison
 from vitflow.errors import check_known
-from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric, is_blurred
 from vitflow.evaluation.statistics import (
     Difference,
@@ -89,7 +87,6 @@ class Tables:
         settings: all other settings that the numbers depend on, as JSON data.
         kind: the kind of the images.
         skipped: notes on groups, methods and files that were left out.
-        grids: figures of some grids of four images with their maps, if grids were measured and saved.
         examples: maps of the images of `extremes` by all methods, if the evaluation was saved.
     """
 
@@ -101,7 +98,6 @@ class Tables:
     settings: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "images"
     skipped: tuple[str, ...] = ()
-    grids: tuple[Figure, ...] = ()
     examples: Comparison | None = None
 
     @cached_property
@@ -134,7 +130,7 @@ class Tables:
     def series(self) -> dict[str, NDArray[np.float64]]:
         """Measured values with several numbers per image and method, float64 [images, methods, numbers].
 
-        They are "overlap" of `Localisation`, and the "deletion" and "insertion" curves of the target's probability.
+        They are the "deletion" and "insertion" curves of the target's probability.
         """
         stored = {name for image in self.images for values in image["values"].values() for name in values}
         return {name: self._stacked(name) for name in sorted(stored - set(METRICS))}
@@ -282,10 +278,3 @@ class Tables:
             cells = [str(row.estimate) if row.measured else "not measured" for row in self.table(metric.name)]
             columns[f"{metric.title} {metric.arrow}"] = cells
         return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
-
-    def accumulated_mean_iou(self) -> dict[str, float | None]:
-        """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
-        overlaps = self.series["overlap"].transpose(1, 0, 2) if "overlap" in self.series else ()
-        defined = (of_method[~np.isnan(of_method).any(axis=1)] for of_method in overlaps)
-        ious = [accumulated_iou(counts) if len(counts) else None for counts in defined]
-        return dict(zip(self.methods, ious, strict=False))

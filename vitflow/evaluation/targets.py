@@ -13,7 +13,6 @@ from functools import cache
 import cv2
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.analysis.comparison import Comparison
@@ -32,8 +31,6 @@ _IMAGENET_CLASSES = 1000
 
 # Minimum probability of the labelled class of an image in a grid, exclusive, and number of images that are tried.
 _MIN_PROBABILITY, _MOST_TRIED = 0.5, 200
-# Largest number of grids to draw, and of methods in each.
-_MAX_DRAWN = 3, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,16 +129,12 @@ class ImageGrid:
             windows.append(sized.preprocessing.cut(image, placement))
         return tile(windows)
 
-    def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
-        """Return the maps of each method, by label, for each class of the grid."""
-        image = self.image(explainer)
-        sized = explainer.with_input_size((image.shape[0], image.shape[1]))
-        return maps_by_class(sized, image, methods, self.classes, names=[" + ".join(self.names)])
-
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, tuple[float, ...]]:
         """Return the score of each method's map for the class of this image, by label."""
         if not self._scores:
-            for label, maps in self.maps(explainer, methods).items():
+            image = self.image(explainer)
+            sized = explainer.with_input_size((image.shape[0], image.shape[1]))
+            for label, maps in maps_by_class(sized, image, methods, self.classes).items():
                 self._scores[label] = [score_cell(saliency.grid, cell) for cell, saliency in enumerate(maps)]
         cell = self.names.index(name)
         return {label: scores[cell] for label, scores in self._scores.items()}
@@ -152,10 +145,9 @@ def maps_by_class(
     image: NDArray[np.uint8],
     methods: Sequence[ChosenMethod],
     classes: Sequence[int],
-    names: Sequence[str] | None = None,
 ) -> dict[str, list[Saliency]]:
     """Return the maps of each method, by label, for each class; a method that is not class-specific has one map."""
-    flat = explainer.explain_batch([image], methods=methods, targets=list(classes), names=names)
+    flat = explainer.explain_batch([image], methods=methods, targets=list(classes))
     columns = zip(methods, columns_of(flat), strict=True)
     return {method.label: maps * (len(classes) // len(maps)) for method, maps in columns}
 
@@ -216,21 +208,3 @@ def explain_samples(
             maps = explainer.explain_batch([image.image], methods=methods, targets=target, names=[sample.name])
             rows.append(tuple(maps))
     return Comparison(tuple(rows)) if rows else None
-
-
-def draw_grids(
-    grids: Mapping[str, ImageGrid], explainer: Explainer, methods: Sequence[ChosenMethod], best: Sequence[str]
-) -> tuple[Figure, ...]:
-    """Draw the first grids with their maps: a row per class, a column for each of the best class-specific methods.
-
-    `best` are labels of the methods, best first.
-    """
-    specific = [m for label in best for m in methods if m.label == label and m.method.class_specific]
-    drawn = []
-    for grid in list(dict.fromkeys(grids.values()))[: _MAX_DRAWN[0]] if specific else ():
-        try:
-            by_method = grid.maps(explainer, specific[: _MAX_DRAWN[1]])
-        except (VitflowError, OSError):
-            continue  # the image is no longer readable
-        drawn.append(Comparison((tuple(saliency for maps in by_method.values() for saliency in maps),)).figure())
-    return tuple(drawn)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from vitflow.evaluation.metrics import GROUPS, METRICS
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
@@ -140,15 +138,10 @@ def undefined_values(tables: Tables) -> list[str]:
     for name, group in GROUPS.items():
         counts: dict[str, int] = {}
         for metric in (metric for metric in tables.metrics if metric.group == name and group.undefined):
-            missing = np.isnan(tables.measured_values(metric)).sum(axis=0).tolist()
-            for label, count in zip(tables.methods, missing, strict=True):
-                if tables.is_measured(label, metric):
-                    counts[label] = max(counts.get(label, 0), count)
-        listed = [f"{label} on {counted(count, 'image')}" for label, count in counts.items() if count]
-        if listed:
-            everywhere = len(listed) == len(tables.methods) and len(set(counts.values())) == 1
-            where = f"all methods on {counted(max(counts.values()), 'image')}" if everywhere else ", ".join(listed)
-            notes.append(f"Undefined values in {name}, because {group.undefined}: {where}.")
+            for row in tables.table(metric.name):
+                counts[row.method] = max(counts.get(row.method, 0), row.estimate.undefined)
+        if listed := [f"{label} on {counted(count, 'image')}" for label, count in counts.items() if count]:
+            notes.append(f"Undefined values in {name}, because {group.undefined}: {', '.join(listed)}.")
     return notes
 
 

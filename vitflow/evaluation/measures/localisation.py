@@ -24,7 +24,7 @@ CELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Localisation:
-    """The five measures of a map and a region, and the pixel counts of the mean IoU.
+    """The five measures of a map and a region.
 
     Attributes:
         pointing_game: 1.0 if the map's highest pixel is in the region, else 0.0. Of tied pixels the one nearest to
@@ -40,8 +40,7 @@ class Localisation:
         mean_iou: mean of the IoU of the region with the pixels above the map's mean, and of the background with the
             others. Source: the segmentation test of Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention
             Visualization", CVPR 2021, §4.2, here for each image, over the pixels of the original image inside the model
-            input; see `accumulated_iou`.
-        overlap: pixels in the (background ∩, region ∩, background ∪, region ∪) of the thresholded map and the truth.
+            input.
     """
 
     pointing_game: float
@@ -49,7 +48,6 @@ class Localisation:
     roc_auc: float
     average_precision: float
     mean_iou: float
-    overlap: tuple[int, int, int, int]
 
 
 def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
@@ -80,17 +78,18 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
     hits, misses = _by_threshold(values, inside)
     # In float64 and minus the minimum, so that a constant map is not above its mean.
     predicted = mass > mass.mean()
-    masks = (~predicted & ~inside, predicted & inside, ~predicted | ~inside, predicted | inside)
-    background, common, background_union, union = (int(mask.sum()) for mask in masks)
-    overlap = (background, common, background_union, union)
     return Localisation(
         pointing_game=float(region[_highest_pixel(heatmap)]),
         energy=float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean()),
         roc_auc=float(np.diff(misses) @ (hits[1:] + hits[:-1]) / 2.0 / (hits[-1] * misses[-1])),
         average_precision=float(np.diff(hits) @ (hits[1:] / (hits[1:] + misses[1:])) / hits[-1]),
-        mean_iou=accumulated_iou([overlap]),
-        overlap=overlap,
+        mean_iou=(_iou(predicted, inside) + _iou(~predicted, ~inside)) / 2.0,
     )
+
+
+def _iou(first: Mask, second: Mask) -> float:
+    union = int((first | second).sum())
+    return int((first & second).sum()) / union if union else 1.0  # nothing united: agreement
 
 
 def _highest_pixel(heatmap: Heatmap) -> tuple[int, int]:
@@ -107,16 +106,6 @@ def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDAr
     last = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
     hits = np.cumsum(inside[order], dtype=np.float64)[last]
     return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
-
-
-def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
-    """Return the mean IoU accumulated over images as by Chefer et al., from `Localisation.overlap` of each.
-
-    >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
-    0.5952380952380952
-    """
-    common, united = np.asarray(overlaps, dtype=np.float64).sum(axis=0).reshape(2, 2)
-    return float(np.mean(np.divide(common, united, out=np.ones(2), where=united > 0)))  # nothing united: agreement
 
 
 # --- One class against another --------------------------------------------------------------------------------------
