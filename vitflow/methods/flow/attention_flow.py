@@ -30,9 +30,6 @@ class FlowResult:
     Attributes:
         values: float64 [batch, sinks], the maximum flow into each sink, in the same unit as attention.
         cuts: float64 [batch, sinks], the smaller of the two trivial cuts: min(Σ source capacities, Σ_i Â_s[i, j]).
-        cut_layer: int64 [batch, sinks], the layer of the minimum cut: the one whose edges have most of its capacity.
-            The window's first layer if the edges of the sink are saturated; the window's last layer plus 1 if the
-            capacity of the source is.
         layers: the window, (first, last), counted from 1.
         sinks: the input tokens along the last axis.
         num_prefix_tokens: number of tokens before the patches.
@@ -42,7 +39,6 @@ class FlowResult:
 
     values: Tensor
     cuts: Tensor
-    cut_layer: Tensor
     layers: tuple[int, int]
     sinks: tuple[int, ...]
     num_prefix_tokens: int = 1
@@ -141,7 +137,7 @@ def attention_flow(
     seen = None if seen is None else [mask.cpu() for mask in seen]
 
     def flows(matrices: Sequence[Tensor], discard_ratio: float) -> list[Tensor]:
-        """Return the flows, their trivial cuts, and the layer of each minimum cut, 0 for the first."""
+        """Return the flows, and their trivial cuts."""
         solved = []
         for index, source in enumerate(sources):
             capacities = layer_capacities(
@@ -153,12 +149,11 @@ def attention_flow(
                 num_prefix_tokens=num_prefix_tokens,
                 visible=seen,
             )
-            flow = max_flow(capacities, source, targets, progress=progress)
-            solved.append((flow.values, flow.bounds, flow.crossing.argmax(axis=1)))
+            solved.append(max_flow(capacities, source, targets, progress=progress))
         return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*solved, strict=True)]
 
-    values, cuts, where = flows(chosen, discard_ratio)
-    result = FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
+    values, cuts = flows(chosen, discard_ratio)
+    result = FlowResult(values, cuts, (first, last), targets, num_prefix_tokens)
     if causal != "receptive_field" or seen is None:
         return result
     rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]

@@ -208,32 +208,11 @@ def _label(graph: Graph, work: Workspace) -> bool:
 
 
 @compiled
-def _crossing(graph: Graph, demand: Any, work: Workspace, out: Any) -> None:
-    """Write the capacity of the cut between nodes with and without a label, by the layer that it crosses."""
-    layer, row, above, capacity, supply = graph
-    level, top = work.level, len(layer) - len(supply)
-    out[:] = 0.0
-    for k in range(len(demand)):
-        if level[k] < 0:
-            out[0] += demand[k]
-    for v in range(top):
-        if level[v] >= 0:
-            for e in range(row[v], row[v + 1]):
-                if level[above[e]] < 0:
-                    out[layer[v] + 1] += capacity[e]
-    for i in range(len(supply)):
-        if level[top + i] >= 0:
-            out[-1] += supply[i]
+def solve(graph: Graph, demands: Any, bounds: Any, search: bool, work: Workspace, values: Any) -> None:
+    """Write the maximum flow of each sink to `values` [sinks]; demands are [sinks, bottom nodes], bounds [sinks].
 
-
-@compiled
-def solve(graph: Graph, demands: Any, bounds: Any, search: bool, work: Workspace, values: Any, crossing: Any) -> None:
-    """Write the maximum flow of each sink, and the minimum cut of each that stays below its bound [sinks].
-
-    Demands are [sinks, bottom nodes]; `values` [sinks] and `crossing` [sinks, m + 2] are filled, the latter with the
-    cut's capacity among demands, in each layer, lowest first, and among supplies. Without `search` only straight paths
-    are filled: the value may be too small, and no cut is written. The workspace still holds the last sink's log, and
-    its levels if there was a search.
+    Without `search` only straight paths are filled, and the value may be too small. The workspace still holds the last
+    sink's log, and after a search that stayed below the bound its labels, which prove that there is no larger flow.
     """
     for j in range(len(demands)):
         enough = bounds[j] * (1.0 - 1e-12)
@@ -245,10 +224,7 @@ def solve(graph: Graph, demands: Any, bounds: Any, search: bool, work: Workspace
         work.back[:] = -1
         work.arc[:] = graph.row[:-1]
         flow = _block(graph, 0.0, enough, work)
-        while search and flow < enough:
-            if not _label(graph, work):
-                _crossing(graph, demands[j], work, crossing[j])
-                break
+        while search and flow < enough and _label(graph, work):
             work.back[:] = work.first
             work.arc[:] = graph.row[:-1]
             flow = _block(graph, flow, enough, work)

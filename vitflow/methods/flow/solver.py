@@ -14,8 +14,8 @@ Optimizations for solving all sinks:
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,17 +41,16 @@ WORKSPACE_BYTES = 2**29
 
 def inner_flows(
     upward: Floats, supply: Floats, demands: Floats, bounds: Floats, *, progress: Progress | None = None
-) -> tuple[Floats, Floats]:
-    """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
+) -> Floats:
+    """Find the maximum flow for each sink, [sinks].
 
     The inner layers `upward` are [layers, keys, queries], lowest first, C-contiguous; `demands` [sinks, tokens] are the
-    capacities from the lowest nodes to each sink. Returned are the values [sinks], and the cut's capacity among
-    demands, in each layer from the lowest, and among supplies, [sinks, layers + 2].
+    capacities from the lowest nodes to each sink.
     """
     if upward.size >= 2**31:
         raise ShapeError(f"Expected less than 2^31 edges, got {len(upward)} inner layers of {len(supply)} tokens.")
     report = progress or (lambda count: None)
-    values, crossing = bounds.copy(), np.zeros((len(bounds), len(upward) + 2))
+    values = bounds.copy()
     supplies, nodes = shared_out(upward, supply)
     remaining = np.flatnonzero(bounds > 0)
     report(len(bounds) - len(remaining))
@@ -61,33 +60,32 @@ def inner_flows(
         whole = layers == len(upward)
         graph = lowest_layers(upward[:layers], nodes, supplies, 0.0 if whole else SMALL)
         short = []
-        for part, flows, cuts in _solved(graph, layers, demands[:, nodes[0]], bounds, remaining, whole):
+        for part, flows in _solved(graph, demands[:, nodes[0]], bounds, remaining, whole):
             below = flows < bounds[part] * (1 - EXACT)
             if whole:
-                values[part], crossing[part] = np.where(below, flows, bounds[part]), cuts
+                values[part] = np.where(below, flows, bounds[part])
                 report(len(part))
             else:
                 short.append(part[below])
                 report(int((~below).sum()))
         remaining = np.concatenate(short) if short else remaining[:0]
-    return values, crossing
+    return values
 
 
 def _solved(
-    graph: Graph, layers: int, demands: Floats, bounds: Floats, which: Indices, search: bool
-) -> Iterator[tuple[Indices, Floats, Floats]]:
-    """Yield some sinks, their values and their crossings [sinks, layers + 2], part by part, from several threads."""
+    graph: Graph, demands: Floats, bounds: Floats, which: Indices, search: bool
+) -> Iterator[tuple[Indices, Floats]]:
+    """Yield some sinks and their values, part by part, from several threads."""
     workers = max(1, min(torch.get_num_threads(), WORKSPACE_BYTES // (8 * len(graph.capacity) + 1)))
     idle: SimpleQueue[Workspace] = SimpleQueue()
     for _ in range(workers):
         idle.put(workspace(graph))
 
-    def some(part: Indices) -> tuple[Indices, Floats, Floats]:
-        work = idle.get()
-        values, crossing = np.zeros(len(part)), np.zeros((len(part), layers + 2))
-        solve(graph, demands[part], bounds[part], search, work, values, crossing)
+    def some(part: Indices) -> tuple[Indices, Floats]:
+        work, values = idle.get(), np.zeros(len(part))
+        solve(graph, demands[part], bounds[part], search, work, values)
         idle.put(work)
-        return part, values, crossing
+        return part, values
 
     # Neighbouring sinks take similar time, so parts are interleaved.
     count = max(min(workers, len(which)), len(which) // PART)
@@ -135,22 +133,11 @@ def lowest_layers(upward: Floats, nodes: Sequence[Indices], supplies: Sequence[F
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MaxFlow:
-    """Maximum flows, and for each the minimum cut that proves that there is no larger one.
-
-    Attributes:
-        values: [sinks], the maximum flow into each sink.
-        bounds: [sinks], the smaller of the two trivial cuts, the source's capacity and the sink's incoming edges.
-        crossing: [sinks, layers + 1], the capacity of the minimum cut's edges in each layer, first layer first, and
-            last the source's own capacity in the cut. The sum over the last axis equals the value: it is added up from
-            the capacities, independently of the flow. A sink that reaches a trivial cut has all of it in column 0 (the
-            sink's incoming edges) or in the last column (the source's capacity).
-    """
+class MaxFlow(NamedTuple):
+    """Maximum flows [sinks], and the smaller of both trivial cuts: the source's capacity and the sink's edges."""
 
     values: Floats
     bounds: Floats
-    crossing: Floats
 
 
 def max_flow(
@@ -174,36 +161,9 @@ def max_flow(
         supply = np.where(np.arange(upward.shape[1]) == source, upward[-1, :, source].sum(), 0.0)
     total = float(supply.sum())
     demands = upward[0] if sinks is None else upward[0][list(sinks)]  # [sinks, tokens]
-    arrived = demands.sum(axis=1)
-    bounds = np.minimum(total, arrived)
-    closed = _closed_form(upward, supply, demands)
-    if closed is None:
-        values, crossing = inner_flows(upward[1:], supply, demands, bounds, progress=progress)
-    else:
-        values, crossing = closed
-        if progress:
-            progress(len(demands))
-    reached = values >= bounds
-    at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
-    crossing[reached] = 0.0
-    crossing[at_sink, 0] = arrived[at_sink]
-    crossing[at_source, -1] = total
-    return MaxFlow(values, bounds, crossing)
-
-
-def _closed_form(upward: Floats, supply: Floats, demands: Floats) -> tuple[Floats, Floats] | None:
-    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary.
-
-    It requires one layer, or two from a single token with the capacity of its edges; otherwise None is returned.
-    """
-    edges = upward[-1][:, supply > 0]
-    if len(upward) == 2 and edges.shape[1] == 1 and supply.sum() >= edges.sum() * (1 - EXACT):
-        supply = edges[:, 0]
-    elif len(upward) > 1:
-        return None
-    scarce = demands > supply  # [sinks, tokens]
-    passed = np.minimum(demands, supply)
-    crossing = np.zeros((len(demands), len(upward) + 1))
-    crossing[:, 0] = np.where(scarce, 0.0, passed).sum(axis=1)
-    crossing[:, 1] = np.where(scarce, passed, 0.0).sum(axis=1)
-    return passed.sum(axis=1), crossing
+    bounds = np.minimum(total, demands.sum(axis=1))
+    if len(upward) > 1:
+        return MaxFlow(inner_flows(upward[1:], supply, demands, bounds, progress=progress), bounds)
+    if progress:
+        progress(len(demands))
+    return MaxFlow(np.minimum(demands, supply).sum(axis=1), bounds)
