@@ -91,12 +91,11 @@ def balance(layers: Sequence[Tensor]) -> list[Balanced]:
     for _, equal in groupby(layers, key=lambda layer: (layer.shape, layer.dtype)):
         group = list(equal)
         count = max(1, _TOGETHER // max(1, group[0].numel()))
-        for first in range(0, len(group), count):
-            balanced += _balance_together(group[first : first + count])
-    return balanced
+        balanced += [_balance_together(group[first : first + count]) for first in range(0, len(group), count)]
+    return [each for each in balanced if each.rows.any()]
 
 
-def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
+def _balance_together(layers: Sequence[Tensor]) -> Balanced:
     """Balance matrices of equal size and type, [batch, size, size] each."""
     inner = matrices = _joined(layers)  # those between the first and the last that have not converged
     (images, size, _), tolerance = matrices.shape, TOLERANCE[matrices.dtype]
@@ -109,10 +108,10 @@ def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
     for number in range(ROUNDS + 1):
         torch.reciprocal(_times(logs.exp(), inner), out=cols)
         sums.copy_(_times(cols, inner.mT))
-        if number == 0 and not (positive := ((sums > 0) & (sums < torch.inf)).all(dim=-1)).all():
-            if len(layers) > 1:
-                return [each for layer in layers for each in _balance_together([layer])]
-            return _balance_apart(layers[0], positive)
+        if number == 0 and (empty := ~((sums > 0) & (sums < torch.inf)).all(dim=-1)).any():
+            if matrices.dtype is torch.float32:  # sums may be 0 where those of float64 are not
+                return _balance_together([layer.double() for layer in layers])
+            matrices[empty], cols[empty], sums[empty] = 1.0, 1.0 / size, 1.0
         end = -sums.log()
         step, last = end - logs, error
         error = step.abs().amax(dim=-1, keepdim=True)
@@ -139,24 +138,10 @@ def _balance_together(layers: Sequence[Tensor]) -> list[Balanced]:
     rows = logs.exp()
     rest = (1 - rows * sums) / 2
     distance = (_times(rows.square(), matrices.square_()) * cols.square()).sum(dim=-1) - 1
-    shape = len(layers), -1
-    return [Balanced(tuple(layers), *(each.unflatten(0, shape) for each in (rows, cols, rest, distance)))]
-
-
-def _balance_apart(layer: Tensor, positive: Tensor) -> list[Balanced]:
-    """Balance a layer of which some images, those not in the mask `positive` [batch], have sums of 0, or none of it."""
-    images, size, _ = layer.shape
-    matrices = torch.zeros_like(layer, dtype=torch.float64)
-    rows, cols, rest = matrices.new_zeros(3, 1, images, size)
-    factors, parts = (rows, cols, rest, rest.new_zeros(1, images)), [(positive, layer[positive])]
-    if layer.dtype is not torch.float64:  # sums of float32 may be 0 where those of float64 are not
-        parts.append((~positive, layer[~positive].double()))
-    for chosen, part in parts:
-        for each in _balance_together([part]):
-            matrices[chosen] = each.matrices[0].double()
-            for whole, factor in zip(factors, (each.rows, each.cols, each.rest, each.distance), strict=True):
-                whole[:, chosen] = factor.double()
-    return [Balanced((matrices,), *factors)] if rows.any() else []
+    results = (rows, cols, rest, distance)
+    for each in results if empty.any() else ():
+        each[empty] = 0.0
+    return Balanced(tuple(layers), *(each.unflatten(0, (len(layers), -1)) for each in results))
 
 
 def _without(values: Tensor, directions: Tensor) -> Tensor:

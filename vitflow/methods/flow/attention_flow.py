@@ -12,7 +12,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
 from vitflow.methods.flow.solver import Progress, max_flow
-from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, fuse_heads, kind_of
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, fuse_heads
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
 Floats = NDArray[np.float64]
@@ -177,12 +177,9 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
             raise OptionError(f"Expected a source token from 0 to {tokens - 1}, got {source}.")
         return [int(source)] * batch
     try:
-        given = torch.as_tensor(source).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):  # no numbers at all
-        given = torch.empty(0, dtype=torch.complex64)
-    if given.is_complex():
-        raise OptionError(f"Expected a source token, or capacities, got {kind_of(source)}.")
-    vector = given.double()
+        vector = torch.as_tensor(source).detach().cpu().double()
+    except (TypeError, ValueError, RuntimeError) as error:  # no numbers at all
+        raise OptionError(f"Expected a source token, or capacities, got {source!r:.80}.") from error
     if vector.shape not in ((tokens,), (batch, tokens)):
         expected = f"a source token, or capacities [{tokens}] or [{batch}, {tokens}]"
         raise ShapeError(f"Expected {expected}, got {list(vector.shape)}.")
