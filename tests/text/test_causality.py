@@ -16,7 +16,7 @@ from vitflow.recording.experiment import undisturbed
 from vitflow.recording.recorder import record_attention
 from vitflow.text import explain_generation, explain_text
 from vitflow.text.languages import reading
-from vitflow.text.visibility import is_causal, whole_attention
+from vitflow.text.visibility import is_causal
 
 transformers = pytest.importorskip("transformers")
 
@@ -240,31 +240,16 @@ def test_a_model_that_shortens_its_attention_in_the_trial_is_as_before():
     torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("words", [40, 43])
-def test_sparse_attention_is_measured_with_the_keys_that_chunks_share(words):
-    """In eval mode, the random blocks of BigBird are its first block, which its returned matrix holds only once."""
+def test_attention_in_chunks_is_refused_and_attention_of_short_texts_is_not():
+    """BigBird attends in blocks above a number of words."""
     sizes = {**SIZES, "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
     model = of_transformers("BigBirdForSequenceClassification", "BigBirdConfig", sizes, None).eval()
-    ids, mixed = numbers(words), []
-    before = model(input_ids=ids, output_attentions=True)
-    layers = [layer.attention.self for layer in model.bert.encoder.layer]
-    for gradients in (False, True):
-        hooks = [layer.register_forward_hook(lambda *given: mixed.append(given[-1][0])) for layer in layers[:gradients]]
-        with (
-            record_attention(model, gradients=gradients, chunks=whole_attention) as trace,
-            torch.set_grad_enabled(gradients),
-        ):
-            logits = model(input_ids=ids).logits
-        torch.testing.assert_close(logits, before.logits)
-        for actual, returned in zip(trace.attentions, before.attentions, strict=True):
-            expected = returned.clone()
-            expected[:, :, 4:-4, :4] *= 3
-            torch.testing.assert_close(actual, expected[..., :words, :words], atol=1e-6, rtol=1e-5)
-    (by_result,) = torch.autograd.grad(logits[0, 1], mixed[0], retain_graph=True)
-    gradient = trace.gradients_of(logits[:, 1:2]).attentions[0]
-    torch.testing.assert_close((gradient * trace.attentions[0]).sum(), (by_result * mixed[0]).sum())
-    hooks[0].remove()
-    assert model.bert.attention_type == "block_sparse"
+    with pytest.raises(UnsupportedModelError, match="chunk by chunk.* Use a model with full attention"):
+        with reading(model, numbers(40)), record_attention(model), torch.no_grad():
+            model(input_ids=numbers(40))
+    with record_attention(model) as trace, torch.no_grad():
+        model(input_ids=numbers(10))
+    assert trace.attentions[0].shape[-2:] == (10, 10)
 
 
 @pytest.mark.parametrize("landmarks", [4, 16])
@@ -273,9 +258,16 @@ def test_approximations_of_attention_are_refused(landmarks, words):
     sizes = {**SIZES, "num_landmarks": landmarks, "segment_means_seq_len": 16, "conv_kernel_size": 3}
     model = of_transformers("NystromformerModel", "NystromformerConfig", sizes, None).eval()
     fails = landmarks == 4 and words == 12
-    with pytest.raises(UnsupportedModelError, match="fails on a text of 12" if fails else "convolution, or by weights"):
-        with reading(model, numbers(words)), record_attention(model, chunks=whole_attention):
+    with pytest.raises(UnsupportedModelError, match="fails on a text of 12" if fails else "by a convolution|pieces"):
+        with reading(model, numbers(words)), record_attention(model):
             model(input_ids=numbers(words))
+
+
+def test_attention_with_a_convolution_inside_is_refused():
+    model = of_transformers("ConvBertModel", "ConvBertConfig", {**SIZES, "embedding_size": 32}, None).eval()
+    with pytest.raises(UnsupportedModelError, match="by a convolution"):
+        with reading(model, numbers(12)), record_attention(model):
+            model(input_ids=numbers(12))
 
 
 def test_a_model_that_needs_a_multiple_of_some_tokens_is_tried_on_the_length_of_the_text():

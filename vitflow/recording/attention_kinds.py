@@ -4,7 +4,7 @@ Kinds are recognised by timm's class names, or those of base classes; a module t
 self-attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.parts import module_paths, modules_of, text_config
-from vitflow.recording.layers import Arrange
 
+# Rearranges probabilities or values to [batch · windows, heads, tokens, …].
+Arrange = Callable[[Tensor], Tensor]
 # Softmaxes that are not attention between tokens.
 _OTHER = {
     "XCA": "attention over channels (cross-covariance)",
@@ -161,6 +162,12 @@ def is_head_by_head(module: nn.Module) -> bool:
 def is_difference(module: nn.Module) -> bool:
     """Return True if a module applies the difference of two attention matrices."""
     return _kind(module) in _DIFFERENCE
+
+
+def convolves_tokens(module: nn.Module) -> bool:
+    """Return True if a module contains a convolution over several tokens, as Nyströmformer and ConvBERT."""
+    kinds = (nn.Conv1d, nn.Conv2d)
+    return any(isinstance(part, kinds) and max(part.kernel_size) > 1 for part in module.modules())
 
 
 def is_packed(module: nn.Module, tensor: Tensor) -> bool:

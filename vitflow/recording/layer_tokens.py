@@ -22,11 +22,11 @@ from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
-from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head
+from vitflow.recording.attention_kinds import Arrange, arrangement, is_class_attention, is_head_by_head
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook
-from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
+from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 
 Size = tuple[int, int]
 

@@ -1,6 +1,6 @@
 """Attention of the layers of a forward pass: that of their modules, concatenated or fused."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
@@ -20,6 +20,7 @@ from vitflow.methods.gradients import (
 )
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import LAYOUT
+from vitflow.recording.attention_kinds import Arrange
 from vitflow.recording.projections import Projection
 
 # Head fusion, and the value weighting before it.
@@ -38,9 +39,6 @@ NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass insi
 # Names of cross-attention modules, in lower case.
 _CROSS = ".cross_attention"
 _CROSSING = ("cross", "encdec", "encoder_attn")
-
-# Rearranges probabilities or values to [batch · windows, heads, tokens, …].
-Arrange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,16 +277,12 @@ def close_layer(
 
 def _values_of(parts: Sequence[ModuleAttention]) -> Values | None:
     """Return the values of a layer, whose modules have a projection each or one together; None if not requested."""
-    projections = {id(part.projection): part.projection for part in parts}
     recorded = []
-    for projection in projections.values():
+    for projection in dict.fromkeys(part.projection for part in parts):
         those = [part for part in parts if part.projection is projection]
         vectors = [part.vectors for part in those if part.vectors is not None]
         if projection is None or len(vectors) < len(those):
             return None
-        if len(those) > 1:
-            pairs = zip(those, vectors, strict=True)
-            projection.check_joined([part.heads.detach() @ each.to(part.heads) for part, each in pairs])
         recorded.append(projection.values(torch.cat(vectors, dim=1)))
     return recorded[0] if len(recorded) == 1 else join_values(recorded)
 

@@ -1,20 +1,20 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError, ValueNormsError
+from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
 from vitflow.methods.fusion import LargestValues, normalize_rows
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import output_projection
 from vitflow.recording.attending import Attention, Part, PartFusion
 from vitflow.recording.attention_kinds import (
+    Arrange,
     arrangement,
+    convolves_tokens,
     is_difference,
     is_head_by_head,
     is_packed,
@@ -23,24 +23,20 @@ from vitflow.recording.attention_kinds import (
 )
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
+from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing
 from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import (
     MEAN_SCALE,
     SPARSE,
-    Arrange,
     AttentionLayer,
     FusionKey,
     ModuleAttention,
     close_layer,
 )
 from vitflow.recording.parallel import Layers
-from vitflow.recording.projections import Projection
+from vitflow.recording.projections import Projection, stored_projection
 from vitflow.recording.trace import Trace
 
-# Measures the attention of a module, given its path, arguments, numbers of heads and tokens, and True if it was
-# computed in pieces; see `vitflow.text.visibility.whole_attention`.
-Chunks = Callable[[str, nn.Module, Any, tuple[int, int], bool], tuple[Tensor, Tensor] | None]
 # Difference of the sums of two rows, relative to their absolute sums, above which attention is not a product's factor.
 _SUM_SPREAD = 1e-2
 
@@ -56,10 +52,9 @@ class Listening(Interception):
         within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call: the recorded model call with images.
-        calls: arguments of the running modules by path, if a text is read.
+        projections: output projections of attention modules by path, if values are requested.
         left_out: layers that are not intercepted: the numbers of their queries and keys by path.
-        chunks: measures attention that a module computes in chunks of a text, if given.
-        recorded, recorded_any: paths of the finished layers of the pass, and True if any pass had attention.
+        recorded: paths of the finished layers of the pass.
     """
 
     def __init__(
@@ -79,13 +74,11 @@ class Listening(Interception):
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
-        self.chunks: Chunks | None = None
         self.modules = Layers()
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
-        self._opened, self.recorded_any = trace, False
-        self._projections: dict[str, Projection] = {}  # of running layers
+        self._opened = trace
         self._keep_heads = self.gradients or not (self.fusions or self.means)
         self.begin_pass()
 
@@ -98,13 +91,10 @@ class Listening(Interception):
         self.batch = 1
         self.tokens: int | None = None
         self.call: Call | None = None
-        self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.projections: dict[str, Projection] = {}
         self.recorded: list[str] = []
-        self._layouts: dict[int, TokenLayout | None] = {}  # by the number of tokens
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._left: Counter[str] = Counter()  # modules of parallel layers that have run
-        self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
-        self.release()
         self._other: set[str] = set()  # descriptions of mixing other than token attention
         self.of_one_image = False
 
@@ -180,7 +170,6 @@ class Listening(Interception):
             or self._pools()
             or is_difference(module)
             or arrangement(module, query, self.batch) is not None
-            or not ((projection := self._projection()) is None or projection.is_product)
         )
 
     def on_attention_parts(self, parts: Iterator[Part], qkv: Sequence[Tensor], visible: Tensor | None) -> None:
@@ -210,29 +199,13 @@ class Listening(Interception):
         return is_pooling(*self.path[-1]) or (len(self.path) > 1 and is_pooling(*self.path[-2]))
 
     def _projection(self) -> Projection | None:
-        """Return the output projection of the running module if values are requested, observed until the layer ends.
-
-        Modules of one layer may share that of the module around them.
-        """
+        """Return the output projection of the running module if values are requested."""
         if not self.values:
             return None
-        if (gated := self.path[-1][0]) in self.modules.gated:
-            raise ValueNormsError(
-                f"Value weighting requires values that are only projected after the attention: {gated} multiplies the "
-                "result of its attention by a gate, or normalises it."
-            )
-        (name, module), around = self.path[-1], self.path[-2] if len(self.path) > 1 else None
-        shared = name in self.modules.joined and output_projection(module) is None
-        if shared and around is not None:
-            name, module = around
-        if name not in self._projections:
-            self._projections[name] = Projection(module, name, None if around is None else around[1], shared=shared)
-        return self._projections[name]
-
-    def release(self) -> None:
-        """Stop observing projections."""
-        while self._projections:
-            self._projections.popitem()[1].release()
+        name = self.path[-1][0]
+        if name not in self.projections:
+            self.projections[name] = stored_projection(self.path)
+        return self.projections[name]
 
     def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
         """Return the key vectors with concatenated heads, [batch · windows, keys, width], if requested."""
@@ -241,77 +214,32 @@ class Listening(Interception):
         key = (key if arrange is None else arrange(key)).detach()
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
-    def close(self, name: str, output: Any) -> Any:
-        """Finish a module, which may be a layer, or have one whose output projection it runs.
-
-        Return a replacement for its output with the recorded attention in its graph; None to keep the output.
-        """
+    def close(self, name: str) -> None:
+        """Finish a module, which may be a layer or one of its modules."""
         if name in self.left_out and self.call is not None:
             zeros = torch.zeros((), device=self.call.pixels.device).expand(self.batch, *self.left_out[name])
             mean = torch.zeros((), dtype=torch.float16, device=zeros.device).expand_as(zeros) if self.means else None
             self._take(AttentionLayer(name, fused=dict.fromkeys(self.fusions, zeros), mean=mean))
-            return None
-        replacement, projection = self._join_chunks(name, output), self._projections.get(name)
-        if projection is not None:
-            projection.check_returned(output)
+            return
         layer, modules = self.modules.layer(name)
-        if parts := self._open.get(layer):
-            projection = parts[-1].projection
         self._left[layer] += 1
-        if self._left[layer] % modules == 0:
-            if layer in self._open and projection is not None and projection.outside and self.path:
-                self._waiting.setdefault(self.path[-1][0], []).append(layer)
-            else:
-                self._finish(layer)
-        for waiting in self._waiting.pop(name, ()):
-            self._finish(waiting)
-        return replacement
+        if self._left[layer] % modules == 0 and (parts := self._open.pop(layer, ())):
+            self._finish(layer, parts)
 
-    def _join_chunks(self, name: str, output: Any) -> Any:
-        """Replace the attention of a text that a module computes in chunks by that which `chunks` measures.
-
-        Tokens that fill the last chunk are left out.
-        """
-        parts, call, end = self._open.get(name, ()), self.calls.pop(name, None), self.tokens
-        if self.chunks is None or end is None or call is None or not parts:
-            return None
-        module, heads = self.model.get_submodule(name), parts[0].heads.shape[1]
-        measured = self.chunks(name, module, call, (heads, end), bool(self._pieces(name, parts)))
-        if measured is None:
-            return None
-        matrix, values = measured
-        visible = (matrix[..., :end, :end] > 0).any(dim=1) if self.wants_visible else None
-        whole = ModuleAttention(
-            matrix.requires_grad_(self.gradients),
-            lambda tensor: tensor[..., :end, :end],
-            values[..., :end, :],
-            parts[0].projection,
-            visible=visible,
-        )
-        self._open[name] = [whole]
-        if not self.gradients:
-            return None
-        with unrecorded():
-            product = (matrix @ values).transpose(1, 2).flatten(2)  # in the graph, without changing the result
-        return (output[0] + (product - product.detach()), *output[1:])
-
-    def _finish(self, name: str) -> None:
-        parts = self._open.pop(name, ())
-        if parts:  # otherwise it was fused part by part
-            module, fusions = self.model.get_submodule(name), None if self._keep_heads else self.fusions
-            if how := self._pieces(name, parts):
-                alone = "; one image at a time is supported" if how == "image by image" else ""
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "
-                    f"{OTHER_METHODS if self.tokens is None else 'Use a model with full attention.'}"
-                )
-            self._take(close_layer(name, parts, module, fusions, self.means))
-        elif name in self._projections:
-            self._projections[name].check_product()
-        used = {id(part.projection) for part in parts}
-        for path, projection in list(self._projections.items()):
-            if path == name or path.startswith(f"{name}.") or id(projection) in used:
-                self._projections.pop(path).release()
+    def _finish(self, name: str, parts: Sequence[ModuleAttention]) -> None:
+        module, fusions = self.model.get_submodule(name), None if self._keep_heads else self.fusions
+        if how := self._pieces(name, parts):
+            alone = "; one image at a time is supported" if how == "image by image" else ""
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "
+                f"{OTHER_METHODS if self.tokens is None else 'Use a model with full attention.'}"
+            )
+        if self.tokens is not None and convolves_tokens(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) also mixes tokens by a convolution: rollout and flow do not support "
+                "it. Use a model with full attention."
+            )
+        self._take(close_layer(name, parts, module, fusions, self.means))
 
     def _pieces(self, name: str, parts: Sequence[ModuleAttention]) -> str:
         """Return how attention was computed if it was in pieces, as "image by image"; otherwise an empty text."""
@@ -329,7 +257,6 @@ class Listening(Interception):
         return "" if whole else "chunk by chunk"
 
     def _take(self, layer: AttentionLayer) -> None:
-        self.recorded_any = True
         self.recorded.append(layer.name)
         count, *_, queries, keys = layer.example.shape
         if layer.name not in self.left_out and self.discard_ratio >= SPARSE and count == self.batch and queries == keys:
@@ -339,9 +266,7 @@ class Listening(Interception):
     def _discard(self, layer: AttentionLayer, tokens: int) -> None:
         """Keep the largest values of a layer, if its prefix tokens are known."""
         [(key, fused)] = layer.fused.items()
-        if tokens not in self._layouts:
-            self._layouts[tokens] = self._layout_of(tokens)
-        layout = self._layouts[tokens]
+        layout = self._layout_of(tokens)
         if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
             layer.prefix = layout.num_prefix_tokens
             layer.fused = {key: LargestValues.of(fused, self.discard_ratio, layer.prefix)}

@@ -7,7 +7,7 @@ attention reads all of them.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
@@ -26,11 +26,6 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stack_of, stream_of
 
-# Functions that only arrange the result of attention, and those that multiply it.
-_ARRANGING = {"transpose", "permute", "reshape", "view", "flatten", "unflatten", "contiguous", "movedim", "swapaxes"}
-_ARRANGING |= {"squeeze", "unsqueeze", "clone", "to"}
-_MULTIPLYING = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"}
-_NORMS = {"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"}
 # The number of tokens of the text on which a language model runs.
 _LENGTH = 11
 
@@ -63,14 +58,12 @@ class Layers:
         order: each layer in the order of the pass: path, bits of its attentions, and of those that it reads.
         serial: modules that compute attention from their own attention.
         by_head: layers of which each image has several attentions, such as one for each head.
-        gated: modules that multiply the result of their attention by another tensor, or normalise it.
     """
 
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     order: Sequence[tuple[str, int, int]] = ()
     serial: Collection[str] = ()
     by_head: Collection[str] = ()
-    gated: Collection[str] = ()
 
     def layer(self, module: str) -> tuple[str, int]:
         """Return the path of the layer of a module, and the number of its modules."""
@@ -108,20 +101,17 @@ def remember_lower_layers(call: Call | None, layers: Sequence[AttentionLayer], c
 
 
 def layers_of_image(call: Call) -> Layers:
-    """Return the layers of a model for images of this size, from one run that is cached; none if it fails."""
+    """Return the layers of a model for images or texts of this size, from one run that is cached; none if it fails."""
     if call.pixels.is_meta:
         return Layers()
     return call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: _observe(call, call.pixels[:1]))
 
 
-def layers_of_text(state: ModelState, device: torch.device) -> Layers:
-    """Return the layers of a language model, from one run on a short text that is cached; none if it fails."""
-
-    def observed() -> Layers:
-        text = torch.tensor([plain_token_ids(state.model, _LENGTH)], device=device)
-        return _observe(Call(state, (), {"input_ids": text}, text), text)
-
-    return state.cached(layers_of_text, observed)
+def short_text(state: ModelState, device: torch.device) -> Call:
+    """Return the call of a language model with a short text, for runs that observe it."""
+    ids = state.cached(short_text, lambda: plain_token_ids(state.model, _LENGTH))
+    text = torch.tensor([ids], device=device)
+    return Call(state, (), {"input_ids": text}, text)
 
 
 def _observe(call: Call, given: Tensor) -> Layers:
@@ -129,7 +119,7 @@ def _observe(call: Call, given: Tensor) -> Layers:
     with suppress(Exception):  # a model may not run on one image
         with call.experiment(marks.hooks()), marks:
             call(given)
-        return replace(_layers(marks.attended, call.model), gated=marks.gated)
+        return _layers(marks.attended, call.model)
     return Layers()
 
 
@@ -142,8 +132,6 @@ class _Marks(Interception):
         self._modules, self._runs = modules, 0
         self._inputs: list[tuple[int, list[Tensor]]] = []  # of the running modules: number of the call, tensors
         self._marks: dict[int, int] = {}
-        self._results: set[int] = set()  # addresses of results of attention
-        self.gated: set[str] = set()
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
@@ -151,12 +139,6 @@ class _Marks(Interception):
             if module._modules:
                 yield Hook(module, partial(self._enter, name, module), before=True)
                 yield Hook(module, partial(self._leave, name), before=False)
-            elif any(each is not None and each.ndim > 1 for each in module._parameters.values()):
-                # A projection, whose hooks may multiply its input; norms have vectors only.
-                yield Hook(module, self._project, before=True, first=True)
-
-    def _project(self, args: Any, kwargs: Any) -> None:
-        self._results.difference_update(map(_address, tensors_in([args, kwargs])))
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._runs += 1
@@ -188,20 +170,10 @@ class _Marks(Interception):
             attended.sources = mark if attended.sources is None else attended.sources
         for attended in self.attended[before:]:
             mark |= attended.number
-        self._follow_result(getattr(func, "__name__", ""), operands, output, len(self.attended) > before)
         written = args[:1] if getattr(func, "__name__", "") == "__setitem__" else output
         for address in map(_address, tensors_in(written)):
             self._marks[address] = mark | (self._marks.get(address, 0) if address in operands else 0)
         return output
-
-    def _follow_result(self, name: str, operands: Sequence[int], output: Any, attends: bool) -> None:
-        """Follow the result of attention until a function computes something of it, which may be a product."""
-        kept = attends or (name in _ARRANGING and operands and operands[0] in self._results)
-        changes = name in _NORMS or (name in _MULTIPLYING and len(operands) > 1)
-        if changes and self.path and not self._results.isdisjoint(operands[:2]):
-            self.gated.add(self.path[-1][0])
-        for address in map(_address, tensors_in(output)):
-            (self._results.add if kept else self._results.discard)(address)
 
 
 def _address(tensor: Tensor) -> int:

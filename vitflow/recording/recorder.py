@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, ValueNormsError, VitflowError
+from vitflow.errors import OptionError, ShapeError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
@@ -37,10 +37,10 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layers import LOWER_LAYERS, FusionKey
-from vitflow.recording.listening import Chunks, Listening
-from vitflow.recording.parallel import Layers, layers_of_image, layers_of_text
+from vitflow.recording.listening import Listening
+from vitflow.recording.parallel import layers_of_image, short_text
 from vitflow.recording.places import locate
-from vitflow.recording.projections import check_weighting, remember_refusal
+from vitflow.recording.projections import projections_of
 from vitflow.recording.trace import Trace
 
 
@@ -81,8 +81,6 @@ class record_attention:
             earlier pass has stored them: their matrices are zeros, without memory.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
-        chunks: function that measures the attention which a module of a language model computes in chunks; without it,
-            such attention is refused.
 
     Raises:
         NoAttentionError: at the end of the block, if a forward pass had no attention between tokens.
@@ -118,7 +116,6 @@ class record_attention:
         cut: Sequence[str] = (),
         lower_layers: bool = True,
         within: str = "",
-        chunks: Chunks | None = None,
     ) -> None:
         check_layout(layout)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
@@ -137,7 +134,7 @@ class record_attention:
             means=means,
             discard_ratio=discard_ratio,
         )
-        self._listening.within, self._listening.layout, self._listening.chunks = within, layout, chunks
+        self._listening.within, self._listening.layout = within, layout
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
@@ -147,14 +144,12 @@ class record_attention:
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
-            if self._listening.values:
-                check_weighting(self._model)
             if self._is_open:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
             self._watched: dict[str, nn.Module] = {}
-            self._of_text: Layers | None = None  # of a language model
+            self._short_text: Call | None = None  # of a language model
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
             modules = modules_of(self._called)
@@ -172,16 +167,13 @@ class record_attention:
     def _close(self) -> None:
         self._unhook()
         self._listening.end_all()
-        self._listening.release()
         self._is_open = self._reads = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        missing = kind is None and self._attention and self._ran and not self._listening.recorded_any
+        missing = kind is None and self._attention and self._ran and not self._listening.recorded
         refusal = self._listening.no_attention_error() if missing else None
-        if isinstance(error, ValueNormsError):
-            remember_refusal(self._model, error)
         self._stack.close()  # another thread may use this recorder after the lock is released
         if refusal is not None:
             raise refusal
@@ -231,22 +223,19 @@ class record_attention:
         if name in self._watched and name not in self._listening.left_out:
             self._listening.begin()
         self._listening.path.append((name, module))
-        if self._reads:
-            self._listening.calls[name] = args, kwargs
         return (args, kwargs) if not name else None
 
-    def _leave(self, name: str, args: Any, output: Any) -> Any:
+    def _leave(self, name: str, args: Any, output: Any) -> None:
         left = self._listening.leave(name)
         if left and name in self._watched and name not in self._listening.left_out:
             self._listening.end()
         if output is None:  # an exception was raised
-            return None
-        replacement = self._listening.close(name, output)
+            return
+        self._listening.close(name)
         if not name:
             self.trace.output = output
             if (logits := self._outputs(output)) is not None:
                 self._finish(logits)
-        return replacement
 
     def _keep(self, path: str, args: Any, output: Any) -> Any:
         if self._gradients and not torch.is_grad_enabled():
@@ -297,9 +286,8 @@ class record_attention:
         if text is not None:
             self._listening.tokens = given.shape[1]
             refuse_static(reads_cache(kwargs))
-            if self._of_text is None and self._attention:
-                self._of_text = layers_of_text(state, given.device)
-            self._listening.modules = self._of_text or Layers()
+            self._short_text = self._short_text or short_text(state, given.device)
+            self._observe_once(self._short_text)
             return args, kwargs
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
@@ -307,8 +295,7 @@ class record_attention:
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
         self._listening.call = Call(state, args, kwargs, given, autocast_state(given.device))
-        if self._attention:
-            self._listening.modules = layers_of_image(self._listening.call)
+        self._observe_once(self._listening.call)
         if not self._lower_layers:
             self._listening.left_out = state.cache.get((LOWER_LAYERS, self._listening.call.size), {})
         trace.begin(pixels, self._outputs, self._listening.call)
@@ -317,6 +304,14 @@ class record_attention:
             tuple(copied if value is given else value for value in args),
             {name: copied if value is given else value for name, value in kwargs.items()},
         )
+
+    def _observe_once(self, call: Call) -> None:
+        """Read what runs on one input have shown of the attention modules and their projections."""
+        if not self._attention:
+            return
+        modules = self._listening.modules = layers_of_image(call)
+        if self._listening.values:
+            self._listening.projections = projections_of(call, modules.joined, self._within)
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
