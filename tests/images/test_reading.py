@@ -262,7 +262,7 @@ def test_values_in_a_part_of_their_range_are_mentioned_with_the_remedy(source, p
 BANDS = np.dstack([RGB, 255 - RGB[..., 0]])
 
 
-@pytest.mark.parametrize("kind", ["alpha", "unspecified", "planar", "16 bits", "pages", "three pages", "five bands"])
+@pytest.mark.parametrize("kind", ["alpha", "unspecified", "planar", "16 bits", "five bands"])
 def test_bands_of_a_tiff_file_are_no_transparency(tmp_path, kind):
     tifffile = pytest.importorskip("tifffile")
     planes = BANDS.transpose(2, 0, 1)
@@ -271,8 +271,6 @@ def test_bands_of_a_tiff_file_are_no_transparency(tmp_path, kind):
         "unspecified": (BANDS, {"photometric": "rgb", "extrasamples": ["unspecified"]}),
         "planar": (planes, {"photometric": "rgb", "planarconfig": "separate"}),
         "16 bits": (BANDS.astype(np.uint16) * 257, {"photometric": "rgb"}),
-        "pages": (planes.astype(np.uint16) * 257, {"photometric": "minisblack"}),
-        "three pages": (planes[:3], {"photometric": "minisblack"}),
         "five bands": (np.dstack([BANDS, RGB[..., 1]]), {"photometric": "rgb"}),
     }[kind]
     tifffile.imwrite(tmp_path / "field.tif", values, **options)
@@ -300,23 +298,17 @@ def test_smaller_pages_of_a_tiff_file_are_not_mentioned(tmp_path):
     np.testing.assert_array_equal(read_image(encode(RGB, "TIFF", save_all=True, append_images=[small])), RGB)
 
 
-@pytest.mark.parametrize(
-    ("values", "described"),
-    [
-        (np.zeros((8, 9, 8), np.uint8), r"8 channels of 8 bits \(unsigned integers\)"),
-        (np.zeros((8, 9)), r"1 channels of 64 bits \(floats\)"),
-    ],
-)
-def test_a_tiff_file_that_pillow_does_not_read_is_described(tmp_path, values, described):
+@pytest.mark.parametrize("values", [np.zeros((8, 9, 8), np.uint8), np.zeros((8, 9))])
+def test_a_tiff_file_that_pillow_does_not_read_is_named(tmp_path, values):
     tifffile = pytest.importorskip("tifffile")
     tifffile.imwrite(tmp_path / "field.tif", values, photometric="minisblack", planarconfig="contig")
-    with pytest.raises(ImageError, match=f"TIFF file with {described}.*array"):
+    with pytest.raises(ImageError, match="TIFF file .*array"):
         read_image(tmp_path / "field.tif")
 
 
 def test_heic_is_read_with_pillow_heif_or_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name != "HEIF"})
-    monkeypatch.setattr("vitflow.images.reading._pillow_heif", lambda: None)
+    monkeypatch.setattr("vitflow.images.reading.find_spec", lambda _: None)
     (tmp_path / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
     with pytest.raises(ImageError, match=r"HEIC.*vitflow\[heic\]"):
         read_image(tmp_path / "IMG_1.HEIC")

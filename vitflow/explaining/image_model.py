@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, check_known, printable, unknown_name
+from vitflow.errors import OptionError, VitflowError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
 from vitflow.explaining.regions import Boxes, Masks, boxes
 from vitflow.images import FITS
@@ -242,14 +242,14 @@ class ImageModel:
         """Run the model on inputs [batch, channels, height, width] and return its output unchanged.
 
         Raises:
-            ModelError: the model takes other inputs than one tensor, or does not return a row of logits per image.
+            ModelError: the model fails on the tensor, or does not return a row of logits per image.
         """
         try:
             output = self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+        except VitflowError:
+            raise
         except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
-            if (refused := refused_input(type(self.model).__name__, error, pixels.shape)) is None:
-                raise
-            raise refused from error
+            raise refused_input(type(self.model).__name__, error, pixels.shape) from error
         if self.outputs.function is None:
             check_rows(output, len(pixels))
         return output

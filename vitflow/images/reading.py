@@ -7,16 +7,14 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageSequence, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
@@ -58,7 +56,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
 
     A VitflowWarning names bands and pages that are not used, and values that fill a small part of their range, such as
     12 bits in 16. A fourth band of a TIFF or JPEG 2000 file or of an array is transparency only if most visible pixels
-    are opaque or equally transparent; three or four grey pages of a TIFF file are its bands.
+    are opaque or equally transparent.
 
     Args:
         source: a path, the bytes of a file, an open binary file (read from its start), a PIL image, or an array with
@@ -173,12 +171,6 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         ) from error
 
 
-@cache
-def _pillow_heif() -> Any:
-    """Return the module pillow_heif, or None if it is not installed."""
-    return import_module("pillow_heif") if find_spec("pillow_heif") else None
-
-
 def image_name(source: object) -> str:
     """Return a short name of an image: the file name, if there is one.
 
@@ -260,8 +252,8 @@ def _existing(source: str | os.PathLike[str]) -> Path:
 def _known_formats() -> list[str]:
     """Return the supported formats that this installation reads; pillow-heif adds HEIF."""
     Image.init()
-    if "HEIF" not in Image.OPEN and (pillow_heif := _pillow_heif()) is not None:
-        pillow_heif.register_heif_opener()
+    if "HEIF" not in Image.OPEN and find_spec("pillow_heif"):
+        import_module("pillow_heif").register_heif_opener()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
@@ -271,26 +263,16 @@ def _kind_of(source: Any) -> str:
     if isinstance(source, Image.Image):
         return f"another one. {convert}"
     with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
-        start = file.read(16)
-        if start[4:8] == b"ftyp" and start[8:12] in _HEIF_BRANDS and "HEIF" not in Image.OPEN:
-            return f"a HEIC file, which requires pillow-heif: pip install 'vitflow[heic]'. {convert}"
-        if start[:4] not in TiffImagePlugin.PREFIXES:
-            return f"an empty file, or one of another type. {convert}"
-        file.seek(0)
-        with suppress(Exception):  # a malformed file
-            tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if start[2] == 43 or start[3] == 43 else 8))
-            file.seek(tags.next)
-            tags.load(file)
-            bits = tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
-            kinds = {1: "unsigned integers", 2: "integers", 3: "floats"}
-            kind = kinds.get(tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0], "complex numbers")
-            return (
-                f"a TIFF file with {tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)} channels of {bits[0]} bits ({kind}), "
-                f"compression {tags.get(TiffImagePlugin.COMPRESSION, 1)}. Read it with another package, such as "
-                "tifffile, and pass three of its channels as an array of uint8, or of floats from 0 to 1; for a model "
-                "of other channels, pass the normalised tensor."
-            )
-    return f"a TIFF file that is damaged. {convert}"
+        start = file.read(12)
+    if start[4:8] == b"ftyp" and start[8:] in _HEIF_BRANDS and "HEIF" not in Image.OPEN:
+        return f"a HEIC file, which requires pillow-heif: pip install 'vitflow[heic]'. {convert}"
+    if start[:4] in TiffImagePlugin.PREFIXES:
+        return (
+            "a TIFF file that is damaged, or has channels or a compression that Pillow does not read: read it with "
+            "another package, such as tifffile, and pass three of its channels as an array of uint8, or of floats from "
+            "0 to 1; for a model of other channels, pass the normalised tensor."
+        )
+    return f"an empty file, or one of another type. {convert}"
 
 
 def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8], list[str]]:
@@ -300,13 +282,8 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     file_format = image.format
-    pages, notes = conversion.pages_of(image), []
-    if pages in (3, 4) and image.mode.startswith(("L", "I", "F")):
-        notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
-        bands = [np.array(one) for one in islice(ImageSequence.Iterator(image), 3)]
-        return eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
-    if pages > 1:
-        notes = [f"page 1 of {pages} is read; the others are left out"]
+    pages = conversion.pages_of(image)
+    notes = [f"page 1 of {pages} is read; the others are left out"] if pages > 1 else []
     samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
     deep = any(";16" in str(tile[3:]) for tile in getattr(image, "tile", ()))
     image.load()

@@ -7,8 +7,6 @@ or by queries (MaskFormer, Mask2Former).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -189,20 +187,8 @@ def no_logits(output: Any, model: str) -> ModelError:
     )
 
 
-def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelError | None:
-    """Return the error for a forward pass that takes other inputs than one tensor; None for an error of another cause.
-
-    `error` is what the model raised for a tensor of this shape.
-    """
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if "__torch_function__" not in frame.f_code.co_name]
-    code, values = frames[-1].f_code, frames[-1].f_locals
-    arguments = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
-    # The error is raised where the tensor is used as a dict or a tuple, or where a further argument is missing.
-    used = any(isinstance(value, Tensor) and value.shape == shape for value in arguments)
-    missing = isinstance(error, TypeError) and code.co_filename == nn.modules.module.__file__
-    foreign = not code.co_filename.startswith(str(Path(torch.__file__).parent))
-    if not missing and not (used and (foreign or isinstance(arguments[0], nn.Module))):
-        return None
+def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelError:
+    """Return the error for a forward pass that failed on a tensor of this shape."""
     return ModelError(
         f"Expected a model whose forward method takes one tensor {tuple(shape)}, but that of {model} failed on it with "
         f"{type(error).__name__}: {error}. If it takes other inputs, such as a dict, pass a module whose "
