@@ -212,13 +212,6 @@ def test_deformable_attention_is_refused_with_what_works(name):
         assert np.isfinite(saliency.grid).all() and saliency.facts.keys() & {"detection", "region"}
 
 
-def test_grounding_dino_is_refused_with_what_works():
-    model = type("GroundingDinoForObjectDetection", (nn.Module,), {})()
-    for outputs in (None, vitflow.boxes(prompts=["a cat"])):
-        with pytest.raises(UnsupportedModelError, match="reads its text together.*OWL-ViT or OWLv2"):
-            Explainer(model, data_config=CONFIG, outputs=outputs)
-
-
 def test_sam_without_a_point_is_refused_with_what_works():
     with pytest.raises(ModelError, match=r"adds the points or boxes.*pred_masks\.flatten\(1, 2\)"):
         Explainer(model("SamModel"), data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")

@@ -29,7 +29,7 @@ from vitflow.models.loading import load_model
 from vitflow.models.names import model_id
 from vitflow.models.outputs import Binding, Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, bind_tower, is_pair, is_prompted_detector, pair_of, refuse_without_prompts
-from vitflow.models.parts import refuse_joint_text, refuse_scripted, refuse_volumes, unwrap
+from vitflow.models.parts import modules_of, refuse_scripted, refuse_volumes, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to
 
@@ -271,8 +271,7 @@ class ImageModel:
 
 def _bound(binding: Binding, outputs: Any) -> Binding:
     """Return the model and settings for what is explained; a video model reads its frames as one tall image."""
-    refuse_scripted(binding.model)
-    refuse_joint_text(binding.model)
+    refuse_scripted(binding.model, modules_of(binding.model))
     if isinstance(outputs, Prompts) and is_prompted_detector(binding.model):
         outputs = boxes(prompts=outputs)
     if isinstance(outputs, Prompts | SimilarityTo | Boxes | Masks):

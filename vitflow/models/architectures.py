@@ -24,8 +24,6 @@ _PARTS: dict[str, tuple[str, Any, Any]] = {
     "qkv_bias": (r"\.attn\.qkv\.bias$", True, False),
     "class_token": (r"^cls_token$", True, False),
 }
-# Largest ratio of the sides of an image that is suggested for positions of unknown shape.
-_OBLONG = 2
 
 
 def infer_parts(weights: Weights, draft: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,13 +136,8 @@ def size_hint(weights: Weights, draft: nn.Module, path: Path, name: str) -> str:
     patches, side = positions.shape[1] - prefix, _patch_side(weights, embed)
     if patches == expected.shape[1] - prefix or math.isqrt(max(patches, 0)) ** 2 == patches:
         return ""
-    rows = [
-        each for each in range(patches, 0, -1) if patches % each == 0 and 1 / _OBLONG <= each**2 / patches <= _OBLONG
-    ]
-    sizes = [f"({each * side}, {patches // each * side})" for each in rows]
-    call = f"load_model({name!r}, checkpoint={str(path)!r}, img_size={sizes[0] if sizes else '(height, width)'})"
-    others = f" (or {', '.join(sizes[1:])})" if sizes[1:] else ""
-    return f"its {patches} patches are no square: pass their size in Python, as to timm.create_model: {call}{others}."
+    call = f"load_model({name!r}, checkpoint={str(path)!r}, img_size=(height, width))"
+    return f"its {patches} patches of {side} pixels are no square: pass their size in Python: {call}."
 
 
 def plain_model_of(weights: Weights) -> str | None:

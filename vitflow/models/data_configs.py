@@ -135,14 +135,17 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
 
 def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
     """Return the settings of a torchvision preset for classification, with timm's names."""
-    crop, resized = height_width(preset.crop_size), height_width(preset.resize_size)
+    sizes = _resized(tuple(preset.resize_size), height_width(preset.crop_size), preset.interpolation, channels)
+    return {"mean": tuple(preset.mean), "std": tuple(preset.std), **sizes}
+
+
+def _resized(sides: tuple[int, ...], seen: tuple[int, int], interpolation: Any, channels: int) -> dict[str, Any]:
+    """Return the settings of a resize to one side or (height, width), and the crop of a part of it that is seen."""
     return {
-        "input_size": (channels, *crop),
-        "mean": tuple(preset.mean),
-        "std": tuple(preset.std),
-        "crop_pct": _share(crop[0], resized[0]),
-        "crop_mode": "center" if len(preset.resize_size) == 1 else "squash",
-        "interpolation": str(getattr(preset.interpolation, "value", preset.interpolation)),
+        "input_size": (channels, *seen),
+        "crop_pct": _share(seen[0], sides[0]),
+        "crop_mode": "center" if len(sides) == 1 else "squash",
+        "interpolation": str(getattr(interpolation, "value", interpolation)),
     }
 
 
@@ -193,12 +196,7 @@ def _size_of(resize: Any, crop: Any, channels: int) -> dict[str, Any]:
             "Expected Resize(side) and a square CenterCrop, or Resize((height, width)) and a CenterCrop of its shape, "
             f"got {resize} and {crop}: explain tensors of other sizes or shapes with explain_batch."
         )
-    return {
-        "input_size": (channels, *seen),
-        "crop_pct": share,
-        "crop_mode": "center" if len(resized) == 1 else "squash",
-        "interpolation": str(getattr(resize.interpolation, "value", resize.interpolation)),
-    }
+    return _resized(resized, seen, resize.interpolation, channels)
 
 
 # Transforms whose settings are read, in their order, and those that change no values of an RGB image.

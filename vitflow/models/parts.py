@@ -1,6 +1,5 @@
 """The modules of a model: wrappers, parts of language models, refusals, and a cache for modules and weights."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, NoneType
@@ -161,12 +160,9 @@ def model_cache(model: nn.Module) -> dict[Any, Any]:
 
 
 def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any]:
-    """Return the cache of a model and of a function of its outputs, kept while both exist; see `model_cache`."""
+    """Return the cache of a model for a function of its outputs; see `ModelState`."""
     owner = getattr(outputs, "__self__", outputs)  # each access creates a new bound method
-    known, key = model_cache(model), ("outputs", id(owner), _captured(getattr(owner, "function", outputs)))
-    if key not in known or known[key][0]() is not owner:
-        known[key] = ref(owner, lambda _: known.pop(key, None)), {}
-    values: dict[Any, Any] = known[key][1]
+    values: dict[Any, Any] = model_cache(model).setdefault(("outputs", ref(owner)), {})
     return values
 
 
@@ -252,15 +248,6 @@ def _weight_marks(weights: Sequence[Tensor], others: Sequence[Tensor]) -> list[A
     return [addresses, versions, list(entries), sums]
 
 
-def _captured(function: Any) -> tuple[Any, ...]:
-    """Return the plain values that a function reads from its closure and from global variables."""
-    if not isinstance(function, FunctionType):
-        return ()
-    read = inspect.getclosurevars(function)
-    variables = [*read.nonlocals.items(), *read.globals.items()]
-    return tuple((name, value) for name, value in variables if type(value) in _PLAIN)
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +268,7 @@ def hidden_attention(module: nn.Module) -> str:
 
 def check_recordable(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Check that no module of a model is scripted, and that the attention of a transformers model can be recorded."""
-    _refuse_scripted(model, modules)
+    refuse_scripted(model, modules)
     for module in configured(modules):
         if implementation := hidden_attention(module):
             raise UnsupportedModelError(
@@ -292,11 +279,6 @@ def check_recordable(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has a text and a vision model. Pass the vision model, model.vision_model."
         )
-
-
-def refuse_scripted(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if a part of a model is scripted or traced."""
-    _refuse_scripted(model, modules_of(model))
 
 
 def refuse_volumes(model: nn.Module) -> None:
@@ -310,21 +292,12 @@ def refuse_volumes(model: nn.Module) -> None:
         )
 
 
-def _refuse_scripted(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+def refuse_scripted(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedModelError if one of the modules of a model is scripted or traced."""
     if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules))):
         raise UnsupportedModelError(
             f"{type(model).__name__} contains a scripted or traced module, whose attention cannot be recorded. Pass a "
             "model of the original modules."
-        )
-
-
-def refuse_joint_text(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a detector that mixes its text with the image, such as Grounding DINO."""
-    if "GroundingDino" in type(model).__name__:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} reads its text together with the image, and has deformable attention, of which "
-            "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
-            "and returns logits and pred_boxes, with sampling, occlusion or input_gradient."
         )
 
 
