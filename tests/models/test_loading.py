@@ -169,13 +169,13 @@ def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
 @pytest.mark.parametrize("name", ["head.weight", "pos_embed"])
 def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
     save_file(model.state_dict() | {name: torch.tensor(0.5)}, tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match=rf"Expected {name} of shape \(.*got shape \(\)"):
+    with pytest.raises(ModelError, match=rf"{name} is \(\), not"):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
 def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
     (tmp_path / "w.pth").write_bytes(b"\x89PNG\r\n\x1a\n" + b"image" * 20)
-    with pytest.raises(ModelError, match="w.pth is not a weights file") as caught:
+    with pytest.raises(ModelError, match="w.pth is not a torch checkpoint") as caught:
         read_checkpoint(tmp_path / "w.pth")
     assert "could run code" not in str(caught.value)
     (tmp_path / "w.pth").write_bytes(b"\x80\x02garbage")

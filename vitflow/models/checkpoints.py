@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> dict[str, dict[str, Tensor]]:
-    _check_container(path)
     try:
         # timm's training checkpoints contain their parsed command line.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -173,22 +171,3 @@ def _dicts_in(loaded: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, di
         yield ".".join(path), tensors
     for key, value in loaded.items() if len(path) < _DEPTH else ():
         yield from _dicts_in(value, (*path, str(key)))
-
-
-def _check_container(path: Path) -> None:
-    """Raise ModelError for files that torch did not write and for zip bombs."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(2)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
-    if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        raise ModelError(f"{path} is not a weights file: expected a file written by torch.save or a .safetensors file.")
-    if start == b"PK":
-        try:
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(entry.file_size for entry in archive.infolist())
-        except Exception as error:  # a corrupt archive may raise almost any exception
-            raise ModelError(f"{path} is not a torch checkpoint or is damaged: {error}.") from error
-        if unpacked > 10 * path.stat().st_size:
-            raise ModelError(f"{path} is not a weights file: it would unpack to {unpacked:,} bytes.")

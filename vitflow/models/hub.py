@@ -6,11 +6,9 @@ If the hub is unreachable, loading falls back to its cache after a few seconds.
 import json
 import logging
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,6 @@ _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".js
 _FILE = "a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE))"
 # Seconds within which the hub must respond; otherwise only its cache is used.
 _TIMEOUT = 4.0
-# True if the hub has responded within the current `quiet_hub` block.
-_RESPONDED: ContextVar[bool] = ContextVar("responded", default=False)
 
 
 def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
@@ -81,8 +77,7 @@ def check_timm_name(name: str) -> None:
 def _similar(name: str) -> str:
     """Return the names of timm that contain a name, or else the closest ones, as a sentence."""
     architecture, known = name.split(".")[0].lower().replace("-", "_"), timm.list_models()
-    trained = dict.fromkeys(each.partition(".")[0] for each in timm.list_pretrained(f"*{architecture}*"))
-    inside = [each for each in trained if architecture] or [each for each in known if architecture in each]
+    inside = [each for each in known if architecture in each]
     if len(architecture) > 2 and inside:
         more = f" and {len(inside) - 8} more" if len(inside) > 8 else ""
         return f" Names that contain it: {', '.join(inside[:8])}{more}."
@@ -116,19 +111,14 @@ def without_values() -> Iterator[None]:
 
 @contextmanager
 def quiet_hub(*, requested: bool) -> Iterator[None]:
-    """Use only the hub's cache if the hub does not respond, instead of minutes of retries.
-
-    The hub is checked once for nested blocks.
-    """
+    """Use only the hub's cache if the hub does not respond, instead of minutes of retries."""
     logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
-    constants.HF_HUB_OFFLINE = offline or (requested and not (_RESPONDED.get() or hub_responds()))
-    responded = _RESPONDED.set(_RESPONDED.get() or (requested and not constants.HF_HUB_OFFLINE))
+    constants.HF_HUB_OFFLINE = offline or (requested and not hub_responds())
     try:
         yield
     finally:
-        _RESPONDED.reset(responded)
         constants.HF_HUB_OFFLINE = offline
         logger.setLevel(level)
 
@@ -139,17 +129,11 @@ def bundled(name: str | Path) -> str | Path:
 
 
 def hub_responds(seconds: float = _TIMEOUT) -> bool:
-    """Return True if the hub responds within `seconds`, including name resolution, with any status."""
-    responses: list[object] = []
-
-    def request() -> None:
-        with suppress(Exception):  # of the client, a proxy or a resolver
-            responses.append(get_session().head(constants.ENDPOINT, timeout=seconds))
-
-    thread = threading.Thread(target=request, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(responses)
+    """Return True if the hub responds within `seconds`, with any status."""
+    with suppress(Exception):  # of the client, a proxy or a resolver
+        get_session().head(constants.ENDPOINT, timeout=seconds)
+        return True
+    return False
 
 
 def is_of_transformers(name: str) -> bool:

@@ -167,7 +167,7 @@ def _check_patches(weights: Weights, draft: nn.Module, path: Path, name: str, op
 
 
 def _check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
-    """Raise ModelError for weights that would be converted silently: integers, complex numbers and empty tensors."""
+    """Raise ModelError for weights that would be converted silently: integers and complex numbers."""
     state = model.state_dict()
     for name, weight in weights.items():
         expected = state.get(name)
@@ -177,11 +177,6 @@ def _check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
             raise ModelError(
                 f"Expected floating-point weights in {path}, got {weight.dtype} for {name}. Save the weights before "
                 "quantisation, or convert them to float32."
-            )
-        if expected is not None and expected.ndim and (not weight.ndim or not weight.numel()):
-            raise ModelError(
-                f"Expected {name} of shape {tuple(expected.shape)} in {path}, got shape {tuple(weight.shape)}: the "
-                "file is damaged or of another model."
             )
 
 
