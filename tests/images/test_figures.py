@@ -15,7 +15,7 @@ from vitflow.errors import OptionError
 from vitflow.images import FIGURE_FORMATS, typesetting
 from vitflow.images.figures import Cell, Column, draw_bands, save_figure
 from vitflow.images.pen import Bar, panel_size
-from vitflow.images.typesetting import Series, draw_lines
+from vitflow.images.typesetting import draw_lines
 
 NAMES = [
     "tabby",
@@ -183,39 +183,18 @@ def test_images_keep_their_aspect_inside_the_box_of_a_column(size):
         assert height / width == pytest.approx(size[0] / size[1], rel=0.02)
 
 
-def test_a_chart_shows_values_bands_and_gaps(tmp_path):
-    x = [1, 2, 3, 4]
-    series = [
-        Series("rollout", x, [0.1, 0.4, None, 0.2], [0.1, 0.2, None, None]),
-        Series("虎 $x", x, [0.5, 0.1, 0.3, -0.2], [0.1] * 4),
-    ]
-    figure = draw_lines({"with occlusion": series, "with $y": series[:1]}, x_label="layer", y_label="ρ")
+def test_a_chart_shows_values_and_gaps(tmp_path):
+    lines = {"rollout": [0.1, 0.4, None, 0.2], "虎 $x": [0.5, 0.1, 0.3, 0.2], "centre": [0.2] * 4}
+    charts = {"deletion": lines, "with $y": {"rollout": lines["rollout"]}}
+    x, labels = [0.0, 0.25, 0.5, 1.0], {"x_labels": ["share", "$x_1$"], "y_label": "$y_1$"}
+    figure = draw_lines(charts, x, baselines=["centre"], **labels)
     first, second = figure.axes
     rollout, other = (line for line in first.get_lines() if line.get_marker() != "None")
     np.testing.assert_allclose(rollout.get_ydata(), [0.1, 0.4, np.nan, 0.2])
-    np.testing.assert_allclose(other.get_ydata(), [0.5, 0.1, 0.3, -0.2])
+    np.testing.assert_allclose(other.get_ydata(), [0.5, 0.1, 0.3, 0.2])
     assert rollout.get_color() != other.get_color() and rollout.get_marker() != other.get_marker()
-    corners = first.collections[1].get_paths()[0].vertices
-    assert corners[:, 1].min() == pytest.approx(-0.3) and corners[:, 1].max() == pytest.approx(0.6)
     assert first.get_ylim() == second.get_ylim()
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["rollout", "虎 $x"]
-    words = save_figure(figure, tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert {"虎 $x", "with $y"} <= {"".join(node.itertext()) for node in ET.fromstring(words).iter()}
-
-
-@pytest.mark.parametrize("count", [1, 12, 40])
-def test_a_chart_of_many_layers_has_readable_ticks(count):
-    x = list(range(1, count + 1))
-    figure = draw_lines({"a": [Series("s", x, [0.1] * count, [None] * count)]}, x_label="layer", y_label="ρ")
-    ticks = figure.axes[0].get_xticks()
-    assert 1 <= len(ticks) <= 16
-    assert set(ticks) <= set(x)
-
-
-def test_a_chart_reads_no_formula_in_its_words(tmp_path):
-    series = [Series("$s_1$", [1, 2], [0.1, 0.2])]
-    figure = draw_lines({"$t_1$": series}, x_label="$x_1$", y_label="$y_1$")
-    nodes = ET.parse(save_figure(figure, tmp_path / "chart.svg")).iter("{http://www.w3.org/2000/svg}text")
-    words = {"".join(node.itertext()) for node in nodes}
-    assert {f"${letter}_1$" for letter in "stxy"} <= words
+    assert [text.get_text() for text in legend.get_texts()] == ["rollout", "虎 $x", "centre"]
+    written = ET.fromstring(save_figure(figure, tmp_path / "a.svg").read_text(encoding="utf-8"))
+    assert {"虎 $x", "with $y", "$x_1$", "$y_1$"} <= {"".join(node.itertext()) for node in written.iter()}

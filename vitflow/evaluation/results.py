@@ -32,7 +32,6 @@ from vitflow.images.typesetting import (
     INK,
     MOST_WIDTH,
     TITLE,
-    Series,
     draw_lines,
     label_width,
     measure,
@@ -252,16 +251,16 @@ def _draw_curves(tables: Tables) -> Figure:
         "deletion": "deletion: highest patches removed first ↓",
         "insertion": "insertion: highest patches inserted first ↑",
     }
+    charts = {
+        title: {
+            method: line for method, line in tables.mean_lines(name).items() if any(value is not None for value in line)
+        }
+        for name, title in titles.items()
+    }
     return draw_lines(
-        {
-            title: [
-                Series(method, tables.fractions, line, baseline=tables.is_baseline(method))
-                for method, line in tables.mean_lines(name).items()
-                if any(value is not None for value in line)
-            ]
-            for name, title in titles.items()
-        },
-        x_label=["share of patches removed", "share of patches inserted"],
+        charts,
+        tables.fractions,
+        baselines=[method for lines in charts.values() for method in lines if tables.is_baseline(method)],
+        x_labels=["share of patches removed", "share of patches inserted"],
         y_label="probability of the class",
-        bottom=0.0,
     )

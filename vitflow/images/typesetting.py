@@ -4,9 +4,8 @@ import io
 import math
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -174,70 +173,48 @@ def readable(*values: float, largest: float | None = None) -> tuple[tuple[str, .
     return texts, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a chart with a band of ± spread, both None at undefined points; grey if it is a baseline's."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    spread: Sequence[float | None] = ()
-    baseline: bool = False
-
-
 def draw_lines(
-    charts: Mapping[str, Sequence[Series]],
+    charts: Mapping[str, Mapping[str, Sequence[float | None]]],
+    x: Sequence[float],
     *,
-    x_label: str | Sequence[str],
+    baselines: Collection[str],
+    x_labels: Sequence[str],
     y_label: str,
-    bottom: float | None = None,
 ) -> Figure:
-    """Draw the lines of each title side by side, with a common legend.
+    """Draw the lines of each title by their labels, side by side from 0 up, with a common legend.
 
-    >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
-    >>> [axes.get_title(loc="left") for axes in draw_lines({"occlusion": [series]}, x_label="layer", y_label="ρ").axes]
-    ['occlusion']
+    Points that are None are left out; the lines of baselines are grey.
+
+    >>> lines = {"deletion": {"rollout": [0.9, None, 0.1]}}
+    >>> figure = draw_lines(lines, [0.0, 0.5, 1.0], baselines=[], x_labels=["share"], y_label="probability")
+    >>> [axes.get_title(loc="left") for axes in figure.axes]
+    ['deletion']
     """
-    labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
-    width = 1.0 + (4.2 if len(charts) == 1 else 3.0) * len(charts) + label_width(labels)
-    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)))
+    labels = sorted({label: None for lines in charts.values() for label in lines}, key=lambda each: each in baselines)
+    count = sum(label not in baselines for label in labels)
+    figure = new_chart((1.0 + 3.0 * len(charts) + label_width(labels), max(2.8, 0.145 * len(labels) + 0.9)))
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-    x_labels = [x_label] * len(charts) if isinstance(x_label, str) else x_label
     handles: dict[str, Any] = {}
-    for axes, (title, series), below in zip(plots, charts.items(), x_labels, strict=True):
-        for one in series:
-            number = [other.label for other in series if other.baseline == one.baseline].index(one.label)
-            handles.setdefault(one.label, _draw_series(axes, one, number))
+    for axes, (title, lines), below in zip(plots, charts.items(), x_labels, strict=True):
+        for number, label in enumerate(labels):
+            turn, place = divmod(number, len(LINES))
+            look: dict[str, Any] = {"color": GREY, "linestyle": _STYLES[1:][(number - count) % 3], "zorder": 1.9}
+            if number < count:
+                look = {"color": LINES[place], "linestyle": _STYLES[turn % len(_STYLES)], "markersize": 3.0}
+                look["marker"] = _MARKERS[place]
+            if label in lines:  # None becomes NaN
+                [handles[label]] = axes.plot(x, np.array(lines[label], dtype=float), linewidth=1.2, **look)
         style_axes(axes, title)
         axes.set_xlabel(below, fontsize=TITLE, color=GREY, parse_math=False)
         axes.margins(x=0.02)
         axes.axhline(0, color=AXIS, linewidth=0.6, zorder=0)
-        values = sorted({x for one in series for x in one.x})
-        if all(value == round(value) for value in values):
-            axes.set_xticks(_ticks(values))
     plots[0].set_ylabel(y_label, fontsize=TITLE, color=GREY, parse_math=False)
-    plots[0].set_ylim(bottom=bottom)
-    place: dict[str, Any] = {"loc": "outside right center", "frameon": False}
-    legend = figure.legend(handles.values(), map(printable, handles), fontsize=BODY, labelcolor=INK, **place)
+    plots[0].set_ylim(bottom=0.0)
+    place_right: dict[str, Any] = {"loc": "outside right center", "frameon": False}
+    legend = figure.legend(handles.values(), map(printable, handles), fontsize=BODY, labelcolor=INK, **place_right)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return settled(figure)
-
-
-def _draw_series(axes: Axes, series: Series, number: int) -> Any:
-    """Draw a line with the style of its index among its kind."""
-    x, y = (np.array(values, dtype=float) for values in (series.x, series.y))  # None becomes NaN
-    if series.baseline:
-        look: dict[str, Any] = {"color": GREY, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
-    else:
-        turn, place = divmod(number, len(LINES))
-        look = {"color": LINES[place], "linestyle": _STYLES[turn % len(_STYLES)]}
-        look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3.0}
-    if len(series.spread):
-        spread = np.nan_to_num(np.array(series.spread, dtype=float))
-        axes.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.15, linewidth=0)
-    [line] = axes.plot(x, y, linewidth=1.2, **look)
-    return line
 
 
 def _ticks(values: Sequence[float]) -> Sequence[float]:
