@@ -28,8 +28,7 @@ _CLASS_TOKENS = (
 )
 # Attribute names of register tokens outside of transformers, [… tokens, width].
 _REGISTERS = ("register_tokens", "storage_tokens", "reg_token")
-# Names of the patch embedding and of prefix tokens in transformers.
-_PATCH_EMBEDDINGS = ("patch_embeddings", "patch_embedding")
+# Attribute names of prefix tokens in transformers.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
 
@@ -62,8 +61,8 @@ def class_token(model: nn.Module, layout: TokenLayout) -> int | None:
     """Return the index of the class token; None if there is none, as if the prefix tokens are registers."""
     transformer: Any = transformer_of(model)
     learned = class_tokens(transformer)
-    default = learned > 0 or not hasattr(transformer, "num_prefix_tokens")
     if layout.num_prefix_tokens:
+        default = learned > 0 or not hasattr(transformer, "num_prefix_tokens")
         return 0 if getattr(transformer, "has_class_token", default) else None
     return layout.patches.stop if 0 < learned <= layout.num_suffix_tokens else None
 
@@ -88,25 +87,16 @@ class Embedding:
 
 def embedding_of(model: nn.Module) -> Embedding | None:
     """Return the patch embedding of a model of transformers, torchvision or open_clip; None for other models."""
-    owner: Any = next(filter(_embeds, modules_of(model)), None)
-    if owner is None:
-        return None
-    patches = _patches_of(owner)
-    if patches is not None:
-        return _of_transformers(owner, patches)
-    return Embedding(owner, 1, height_width(owner.patch_size), height_width(owner.image_size), 3, dynamic=False)
-
-
-def _embeds(module: nn.Module) -> bool:
-    inside = module._modules
-    of_torchvision = inside.get("conv_proj") is not None and hasattr(module, "class_token")
-    of_open_clip = inside.get("conv1") is not None and hasattr(module, "class_embedding")
-    return _patches_of(module) is not None or of_torchvision or of_open_clip
-
-
-def _patches_of(module: nn.Module) -> nn.Module | None:
-    """Return the patch projection inside an embedding module of transformers, or None."""
-    return next((patches for name in _PATCH_EMBEDDINGS if (patches := module._modules.get(name)) is not None), None)
+    for owner in modules_of(model):
+        inside = owner._modules
+        patches = inside.get("patch_embeddings", inside.get("patch_embedding"))
+        if patches is not None:  # of transformers
+            return _of_transformers(owner, patches)
+        known = {"conv_proj": "class_token", "conv1": "class_embedding"}  # of torchvision and open_clip
+        if any(inside.get(name) is not None and hasattr(owner, token) for name, token in known.items()):
+            sizes: Any = owner
+            return Embedding(owner, 1, height_width(sizes.patch_size), height_width(sizes.image_size), 3, dynamic=False)
+    return None
 
 
 def _of_transformers(module: Any, patches: nn.Module) -> Embedding | None:
@@ -126,12 +116,6 @@ def _of_transformers(module: Any, patches: nn.Module) -> Embedding | None:
     detection = getattr(module, "detection_tokens", None)  # of YOLOS
     suffix, channels = detection.shape[-2] if isinstance(detection, Tensor) else 0, convolution.in_channels
     return Embedding(module, prefix, patch, height_width(size), channels, dynamic, num_suffix_tokens=suffix)
-
-
-def _is_size(size: Any) -> bool:
-    """Return True if this is a number of pixels, or a pair of them."""
-    sides = size if isinstance(size, Sequence) else [size]
-    return 0 < len(sides) <= 2 and all(isinstance(side, int) and side > 0 for side in sides)
 
 
 def height_width(size: Any) -> tuple[int, int]:
@@ -167,9 +151,8 @@ def possible_layouts(
             layout = layout_of_count(model, input_size, count)
         return [] if layout is None else [(layout, True)]
     layouts: list[tuple[TokenLayout, bool]] = []
-    if features.ndim != 4:
-        return layouts
-    for channels_last, (rows, cols) in ((False, features.shape[2:]), (True, features.shape[1:3])):
+    sides = [(False, features.shape[2:]), (True, features.shape[1:3])] if features.ndim == 4 else []
+    for channels_last, (rows, cols) in sides:
         height, width = input_size[0] / rows, input_size[1] / cols  # of a cell, in pixels
         if min(rows, cols) == 1 or max(height, width) < 1.5 * min(height, width):
             layouts.append((TokenLayout(0, rows, cols), channels_last))
@@ -184,11 +167,8 @@ def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: i
     height, width = input_size
     transformer: Any = transformer_of(model)
     owner = next((module for module in modules_of(transformer) if class_tokens(module)), transformer)
-    learned = (_prefix_tokens(owner), class_tokens(owner))
-    declared = (getattr(transformer, "num_prefix_tokens", None), *learned)
-    prefixes = dict.fromkeys([count for count in declared if isinstance(count, int)] + [0])
-    for prefix in prefixes:
-        patches = num_tokens - prefix
+    for prefix in (getattr(transformer, "num_prefix_tokens", None), _prefix_tokens(owner), class_tokens(owner), 0):
+        patches = num_tokens - prefix if isinstance(prefix, int) else 0
         if patches < 1:
             continue
         side = (height * width / patches) ** 0.5  # of a square patch, in pixels
@@ -238,7 +218,7 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size
-    elif _is_size(size := getattr(embed, "patch_size", None)) and class_tokens(transformer):
+    elif isinstance(size := getattr(embed, "patch_size", None), int | Sequence) and class_tokens(transformer):
         rows, cols = (side // patch for side, patch in zip(input_size, height_width(size), strict=True))
         prefix = _prefix_tokens(transformer)
     else:
@@ -272,21 +252,15 @@ def projection_weight(projection: nn.Module) -> Tensor | None:
         return None
     if type(projection).__name__ == "Conv1D":  # of transformers: a linear map with transposed weights
         return weight.T
-    if weight.ndim == 4:
-        single = weight.shape[2:] == (1, 1) and getattr(projection, "groups", 1) == 1
-        return weight.flatten(1) if single else None
+    if weight.ndim == 4 and weight.shape[2:] == (1, 1) and getattr(projection, "groups", 1) == 1:
+        return weight.flatten(1)
     return weight if weight.ndim == 2 else None
 
 
-# -- poolings ----------------------------------------------------------------------------------------------------------
-
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
-#: Name of a readout that includes the prefix tokens.
-ALL_TOKENS = "average over all tokens"
-_CLASS_TOKEN = "class token"
-_BOTH_TOKENS = "class and distillation token"
-_PATCH_MEAN = "average over patches"
+_CLASS_TOKEN, _BOTH_TOKENS = "class token", "class and distillation token"
+_PATCH_MEAN, _ALL_TOKENS = "average over patches", "average over all tokens"
 # Packages whose models declare how they pool.
 _LIBRARIES = ("timm.", "transformers.", "torchvision.", "open_clip.")
 # Classifiers of transformers that average over patches (Dinov2 together with its class token).
@@ -296,24 +270,19 @@ _AVERAGING = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pooling:
-    """A known pooling, with its weights of the top layer's tokens, [1 or batch, tokens]; rows sum to 1."""
-
-    name: str
-    weights: Tensor
-
-
-def declared_pooling(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> Pooling | None:
-    """Return the pooling that a model declares; None for a model whose forward method is not a library's.
+def declared_pooling(
+    model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None
+) -> tuple[str, Tensor] | None:
+    """Return name and weights [1 or batch, tokens] of the pooling that a model of a library declares, or None.
 
     `pooling_attention` is that of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
     """
     if not type(model).forward.__module__.startswith(_LIBRARIES) or "forward" in vars(model):
         return None
     if pooling_attention is not None:
-        return Pooling(ATTENTION_POOLING, pool_queries(model, layout, pooling_attention.detach().mean(dim=1)))
-    return _pooling(_declared(model, layout), layout)
+        return ATTENTION_POOLING, pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
+    name = _declared(model, layout)
+    return None if name is None else (name, _pooling(name, layout))
 
 
 def pooling_name(readout: Tensor, layout: TokenLayout, rounding: float) -> str:
@@ -324,28 +293,23 @@ def pooling_name(readout: Tensor, layout: TokenLayout, rounding: float) -> str:
     >>> pooling_name(torch.tensor([0.0, 0.25, 0.25, 0.25, 0.25]), TokenLayout(1, 2, 2), 1e-5)
     'average over patches'
     """
-    names = (_CLASS_TOKEN, _PATCH_MEAN, ALL_TOKENS) if layout.num_prefix_tokens else (_PATCH_MEAN,)
+    names = (_CLASS_TOKEN, _PATCH_MEAN, _ALL_TOKENS) if layout.num_prefix_tokens else (_PATCH_MEAN,)
     for name in names:
-        if float((readout - _pooling(name, layout).weights[0].to(readout)).abs().sum()) <= rounding:
+        if float((readout - _pooling(name, layout)[0].to(readout)).abs().sum()) <= rounding:
             return name
     both = layout.num_prefix_tokens == 2 and bool((readout[:2] > 0).all()) and float(readout[2:].sum()) <= rounding
     return _BOTH_TOKENS if both else ""
 
 
-def _pooling(name: str, layout: TokenLayout) -> Pooling:
+def _pooling(name: str, layout: TokenLayout) -> Tensor:
+    """Return the weights [1, tokens] of a pooling."""
     weights = torch.zeros(1, layout.num_tokens)
-    if name == _CLASS_TOKEN:
-        weights[0, 0] = 1.0
-    elif name == _BOTH_TOKENS:
-        weights[0, :2] = 0.5
-    elif "all tokens" in name:
-        weights[:] = 1.0 / layout.num_tokens
-    else:
-        weights[0, layout.patches] = 1.0 / layout.num_patches
-    return Pooling(name, weights)
+    tokens = {_CLASS_TOKEN: slice(1), _BOTH_TOKENS: slice(2), _ALL_TOKENS: slice(None)}.get(name, layout.patches)
+    weights[0, tokens] = 1.0
+    return weights / weights.sum()
 
 
-def _declared(model: nn.Module, layout: TokenLayout) -> str:
+def _declared(model: nn.Module, layout: TokenLayout) -> str | None:
     """Return the name of the pooling that the class, the configuration or the attributes of a model declare."""
     transformer: Any = transformer_of(model)
     pool, pretrained, embedding = getattr(transformer, "global_pool", None), pretrained_of(model), embedding_of(model)
@@ -359,12 +323,12 @@ def _declared(model: nn.Module, layout: TokenLayout) -> str:
     distilled = getattr(transformer, "head_dist", None) is not None or "DeiTForImageClassificationWithTeacher" in kinds
     if distilled and layout.num_prefix_tokens == 2:
         return _BOTH_TOKENS
-    if class_token(model, layout) is not None and pool not in ("avg", "avgmax", "max"):
+    if pool in ("max", "avgmax"):
+        return None
+    if class_token(model, layout) is not None and pool != "avg":
         return _CLASS_TOKEN
-    include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
-    words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
-    over = "all tokens" if include_prefix else "patches"
-    return f"{words} over {over}" + ("" if pool else " (the model does not pool)")
+    include_prefix = getattr(transformer, "pool_include_prefix", False)
+    return _ALL_TOKENS if layout.num_prefix_tokens and include_prefix else _PATCH_MEAN
 
 
 def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:

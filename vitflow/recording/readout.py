@@ -206,7 +206,7 @@ class Head:
             zero = "all outputs are 0: is the head still all zeros?"
         declared = declared_pooling(self._call.model, self._top, self._pooled)
         if declared is not None:
-            return declared.name, declared.weights
+            return declared
         message = (
             f"The readout of {self._name} requires the gradient of the output with respect to its tokens: "
             f"{cause or zero}. {_REMEDY}"
