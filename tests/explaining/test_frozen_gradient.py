@@ -4,10 +4,12 @@ import copy
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
 from tests import literal_vit
+from tests.explaining.test_gradcam_layers import encoder
 from tests.models.test_libraries import NORMALISATION, built
 from tests.recording.test_families import build, marked
 from tests.small import DATA, custom_model, photo, since
@@ -84,27 +86,15 @@ class Custom(torch.autograd.Function):
         return gradient * x.sigmoid()
 
 
-class TokensFirst(nn.Module):
-    """A transformer of torch whose tokens are [tokens, batch, channels]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.patches, self.head = nn.Conv2d(3, 24, 8, 8), nn.Linear(24, 5)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0) for _ in range(4))
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        tokens = self.patches(pixels).flatten(2).permute(2, 0, 1)
-        for layer in self.layers:
-            tokens = layer(tokens)
-        return self.head(tokens.mean(dim=0))
-
-
-@pytest.mark.parametrize("images", [1, 16])
+@pytest.mark.parametrize("images", [1, 17])
 def test_tokens_on_the_first_axis_are_refused_also_if_there_are_as_many_images(images):
-    explainer = Explainer(TokensFirst().eval(), data_config=DATA, layout=TokenLayout(0, 4, 4))
+    batch = {"images": [photo(32, 32)] * images, "methods": ["frozen_gradient"], "targets": 2, "refine": 0}
+    first, second = (
+        Explainer(encoder(batch_first=each), data_config=DATA, layout=TokenLayout(1, 4, 4)) for each in (True, False)
+    )
+    assert first.explain_batch(**batch)[0].grid.any()  # the given layout is used
     with pytest.raises(UnsupportedModelError, match="layers.0"):
-        explainer.explain_batch([photo(32, 32)] * images, methods=["frozen_gradient"], targets=2, refine=0)
+        second.explain_batch(**batch)
 
 
 UNSEEN = {
@@ -196,11 +186,18 @@ def test_contributions_of_a_model_of_transformers_add_up(name):
     assert all(each.any() for each in explain_blocks(built(name), torch.randn(2, 3, 32, 32)))
 
 
-@pytest.mark.parametrize("name", ["nest_tiny", "hiera_tiny_224"])
+NEST = {"num_levels": 3, "embed_dims": (8, 8, 8), "num_heads": (1, 1, 1), "depths": (1, 1, 1), "num_classes": 5}
+SHUFFLED = {
+    "Nest": lambda: timm.models.nest.Nest(img_size=64, **NEST),
+    "Hiera": lambda: timm.models.hiera.Hiera((64, 64), embed_dim=8, num_heads=1, stages=(1, 1, 2, 1), num_classes=5),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
 def test_tokens_that_are_not_in_raster_order_are_refused(name):
     """Nest's are [batch, windows, tokens, channels], of which the last two could be a grid; Hiera's are shuffled."""
     with pytest.raises(UnsupportedModelError, match="no patch grid"):
-        explainer_of(build(name), 224).explain(photo(224, 224), **PLAIN, target=1)
+        explainer_of(SHUFFLED[name]().eval(), 64).explain(photo(64, 64), **PLAIN, target=1)
 
 
 def explainer_of(model: nn.Module, side: int) -> Explainer:
