@@ -6,7 +6,6 @@ import json
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,7 +85,7 @@ def test_one_image_is_a_batch_of_one(tmp_path):
     expected = explaining.explain(photo(40, 60)).grid
     with Image.open(path) as opened:
         opened.load()
-    for one in (str(path), path, path.read_bytes(), opened, photo(40, 60)):
+    for one in (str(path), path, path.read_bytes(), io.BytesIO(path.read_bytes()), opened, photo(40, 60)):
         [actual] = explaining.explain_batch(one)
         np.testing.assert_array_equal(actual.grid, expected)
     assert len(explaining.explain_batch(np.stack([photo(40, 60)] * 2))) == 2
@@ -152,6 +151,8 @@ def test_imagenet_classes_by_any_of_their_names():
         with pytest.raises(OptionError, match="Did you mean .*Egyptian cat.*tabby") as error:
             class_index("cat", 1000, names)
         assert "panda" not in str(error.value) and "Persian cat" in str(error.value)
+    with pytest.raises(OptionError, match="Did you mean .*bald eagle"):
+        class_index("eagel", 1000, imagenet_names(1000))
     entry = [f"bird_{number}" for number in range(1000)]  # as many as ImageNet's, and others
     assert class_index("Bird 12", 1000, entry) == 12
     with pytest.raises(OptionError, match="Unknown class 'n02124075'"):
@@ -301,7 +302,6 @@ def two(pack) -> nn.Module:
 
 
 Named = namedtuple("Named", "tokens logits")
-Unnamed = namedtuple("Unnamed", "main aux")
 
 
 @dataclass(slots=True)
@@ -344,15 +344,6 @@ def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, r
     assert f"outputs=lambda output: {example}." in str(caught.value)
     outputs = eval(f"lambda output: {example}")
     assert Explainer(model, outputs=outputs, data_config=DATA).explain(image, method="gae").grid.any()
-
-
-def test_grey_models_see_luminance():
-    model = custom_model(in_chans=1)
-    explaining = Explainer(model, data_config={**DATA, "input_size": (1, 32, 32), "mean": (0.5,), "std": (0.25,)})
-    image = photo(32, 32)
-    pixels = explaining.pixels(image)
-    assert pixels.shape == (1, 1, 32, 32)
-    assert explaining.explain(image).grid.shape == (4, 4)
 
 
 def test_nan_logits_are_an_error_and_no_map():
@@ -413,24 +404,3 @@ def test_signatures_fit_a_screen():
     for function in (Explainer.explain, vitflow.explain):
         signature = str(inspect.signature(function))
         assert len(signature) < 10 * 110 and "head_fusion" not in signature
-
-
-def test_an_open_file_is_one_image():
-    file, explainer = io.BytesIO(), Explainer("demo")
-    sample = vitflow.demo.sample_images()[0]
-    file.write(Path(sample).read_bytes())
-    expected = explainer.explain(sample, method="rollout").grid
-    for maps in ([vitflow.explain(file, explainer, method="rollout")], explainer.explain_batch(file, method="rollout")):
-        assert len(maps) == 1
-        np.testing.assert_array_equal(maps[0].grid, expected)
-
-
-def test_a_misspelt_class_is_found_by_its_words():
-    names = imagenet_names(1000)
-    for wrong, meant in (
-        ("eagel", "bald eagle"),
-        ("egyptian catt", "Egyptian cat"),
-        ("goldn retriever", "golden retriever"),
-    ):
-        with pytest.raises(OptionError, match=f"Did you mean .*{meant}"):
-            class_index(wrong, 1000, names)

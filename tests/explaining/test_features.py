@@ -132,13 +132,6 @@ def test_rollout_of_stages_ends_where_their_answer_is_read():
         Explainer(swin.eval()).explain(photo(64, 64), method="rollout", end_layer=2)
 
 
-def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
-    assert mathematics.area_shares((0.0, 0.0, 2.0, 2.0), 2, 2).tolist() == [0.25] * 4
-    assert mathematics.area_shares((-3.0, 1.0, 0.5, 9.0), 2, 2).tolist() == [0, 0, 1, 0]
-    with pytest.raises(OutsideGridError):
-        mathematics.area_shares((2.0, 0.0, 3.0, 1.0), 2, 2)
-
-
 def test_components_are_those_of_a_singular_value_decomposition():
     for count in (200, 9):  # more samples than channels, and fewer
         samples = np.random.default_rng(3).normal(size=(count, 24)) @ np.diag(np.linspace(3, 1, 24)) + 5

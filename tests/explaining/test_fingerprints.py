@@ -302,21 +302,6 @@ def test_quantised_models_are_identified():
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-@pytest.mark.parametrize(
-    "extra", [None, {"a": (1, "b")}, b"bytes", torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()]
-)
-def test_any_state_of_a_model_has_a_hash(extra):
-    class Layer(torch.nn.ReLU):
-        def get_extra_state(self):
-            return extra
-
-    class Other(torch.nn.ReLU):
-        def get_extra_state(self):
-            return "other"
-
-    assert weights_sha256(Layer()) == weights_sha256(Layer()) != weights_sha256(Other())
-
-
 def test_images_in_memory_are_distinguished_by_their_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}

@@ -4,7 +4,6 @@ Each has finite maps in the right place, or is refused in words that say what wo
 """
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -228,14 +227,3 @@ def test_segmentation_of_torchvision_takes_methods_without_attention():
         assert np.isfinite(saliency.grid).all() and saliency.facts["region"]["pixels"] == 1024
     with pytest.raises(NoAttentionError, match="use input_gradient, sampling or occlusion"):
         requested.explain(photo(), method="gae", target=1)
-
-
-def test_detectors_of_torchvision_are_refused():
-    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
-
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        detector = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5).eval()
-    with pytest.raises(ModelError, match="format of DETR or YOLOS.*got list with"):
-        Explainer(detector, data_config=CONFIG, outputs=vitflow.boxes(), fit="squash")

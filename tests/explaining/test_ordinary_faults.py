@@ -1,13 +1,12 @@
 """Refusals that name the true reason: frozen parts, swapped axes, single images, volumes, and inputs in a dict."""
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
 from tests.small import DATA, Custom, custom_model, jitter, photo
 from vitflow import Explainer
-from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
 
 IMAGE, WIDTH = photo(40, 60), 24
@@ -154,24 +153,3 @@ def test_volumes_are_refused_by_name():
     for data in (DATA, DATA | {"input_size": (1, 32, 32), "mean": (0,), "std": (1,)}):
         with pytest.raises(UnsupportedModelError, match="volumes.*slice"):
             Explainer(model, data_config=data)
-
-
-def _unpacked(batch: dict[str, Tensor]) -> Tensor:
-    return batch["image"]
-
-
-DICTS = {
-    "index": lambda m, batch: m.vit(batch["image"]),
-    "get": lambda m, batch: m.vit(batch.get("image")),
-    "function": lambda m, batch: m.vit(_unpacked(batch)),
-    "attribute": lambda m, batch: m.vit(batch.image),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using a non-tuple")
-@pytest.mark.parametrize("name", DICTS)
-@pytest.mark.parametrize("method", ["rollout", "occlusion"])
-def test_a_forward_that_takes_a_dict_is_named(name, method):
-    model = Custom(DICTS[name], vit=timm.create_model("test_vit", num_classes=5, img_size=32)).eval()
-    with pytest.raises(ModelError, match="takes one tensor.*dict"):
-        explained(model, method)

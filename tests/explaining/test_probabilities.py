@@ -88,11 +88,6 @@ def test_one_number_per_image_is_a_logit(compute):
     assert len(actual.explain_batch([IMAGE, photo(50, 40, 1)], methods=["gae"])) == 2
 
 
-def test_a_function_may_return_one_number_per_image():
-    explainer = Explainer(custom_model(), data_config=DATA, outputs=lambda z: z[:, 1] - z[:, 3])
-    assert explainer.explain(IMAGE, method="gae").score.index == 0
-
-
 def test_classes_without_the_axis_of_images_are_refused_with_the_remedy():
     model = model_of(torch.squeeze)
     with pytest.raises(ModelError, match=r"reshape\(-1, 5\)"):

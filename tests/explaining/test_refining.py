@@ -1,5 +1,7 @@
 """Refinement as a step of every method: what is recorded for it, where it applies, and what is told of it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import timm
@@ -21,7 +23,6 @@ from vitflow.registry import method_table
 IMAGES = sample_images()[:2]
 KINDS = ("attention", "keys", "both")
 ALL = [method.name for method in method_table.list_methods()]
-METHODS = ["attention", "gradcam", "occlusion"]  # refined from fused matrices, from gradients, from logits alone
 
 
 def small(name="vit_tiny_patch16_224", **options):
@@ -58,6 +59,9 @@ def of_transformers(attention="sdpa"):
     return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
 
 
+MAKERS = {"timm": small, "transformers": of_transformers, "unfused": partial(of_transformers, "eager")}
+
+
 def literal(explainer, affinity):
     """The affinity of the first image's patches by the definition, from all heads and the projected keys."""
     attended, keys, hooks = [], [], []
@@ -80,7 +84,7 @@ def literal(explainer, affinity):
     return {"attention": of_attention, "keys": of_keys, "both": (of_attention + of_keys) / 2}[affinity]
 
 
-@pytest.mark.parametrize("make", [small, of_transformers], ids=["timm", "transformers"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("affinity", KINDS)
 @pytest.mark.parametrize("method", ["rollout", "gae"])  # one keeps fused matrices, the other every head
 def test_a_map_is_refined_by_the_definition(make, affinity, method):
@@ -91,50 +95,6 @@ def test_a_map_is_refined_by_the_definition(make, affinity, method):
     expected = (matrix @ matrix @ plain.ravel().astype(np.float64)).reshape(plain.shape)
     np.testing.assert_allclose(refined.grid, expected, rtol=0, atol=1e-4 * plain.max())  # cosines in float32
     assert (refined.options["refine"], refined.options["affinity"]) == (2, affinity)
-
-
-@pytest.mark.parametrize("affinity", ["both"])
-def test_unfused_attention_shows_the_same_keys(affinity):
-    fused, eager = of_transformers(), of_transformers("eager")
-    for method in ("rollout", "gae"):
-        entry = {"method": method, "refine": 1, "affinity": affinity}
-        first, second = (one.explain(IMAGES[0], **entry).grid for one in (fused, eager))
-        np.testing.assert_allclose(first, second, rtol=0, atol=1e-5 * first.max())
-    model = small().model
-    expected = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    actual = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * expected.max())
-
-
-def test_the_order_of_heads_does_not_matter():
-    explainer, affinity = small(), "both"
-    expected = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
-    order = [2, 0, 1]
-    for block in explainer.model.blocks:
-        for parameter in (block.attn.qkv.weight, block.attn.qkv.bias):
-            parameter.data = parameter.data.unflatten(0, (3, 3, -1))[:, order].flatten(0, 2)
-        block.attn.proj.weight.data = block.attn.proj.weight.data.unflatten(1, (3, -1))[:, order].flatten(1)
-    actual = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * expected.max())  # cosines in float32
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_images_give_alone(demo, method):
-    explainer = small() if method == "occlusion" else demo  # which asks the model for each patch anew
-    plain = explainer.explain_batch(IMAGES, methods=[method], refine=0)
-    for affinity in KINDS:
-        together = explainer.explain_batch(IMAGES, methods=[method], refine=1, affinity=affinity)
-        for before, after, image in zip(plain, together, IMAGES, strict=True):
-            # The recorded pass itself rounds otherwise; what is a difference of logits, as far as these do.
-            rounding = references.logit_rounding(explainer, image) if method == "occlusion" else 0.0
-            scale = 1e-5 * np.abs(before.grid).sum() + rounding * before.grid.size
-            assert abs(after.grid.sum(dtype=np.float64) - before.grid.sum(dtype=np.float64)) < scale
-            assert not np.allclose(after.grid, before.grid, rtol=0, atol=1e-3 * np.abs(before.grid).max())
-            alone = explainer.explain(image, method=method, refine=1, affinity=affinity)
-            tolerance = rounding or 1e-5 * np.abs(after.grid).max()
-            np.testing.assert_allclose(alone.grid, after.grid, rtol=0, atol=tolerance)
 
 
 @pytest.fixture
@@ -163,16 +123,6 @@ def test_what_moves_along_attention_is_refined_once_by_default_and_raw_attention
     steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
     refined = {"rollout", "flow", "gradient_rollout", "gae", "frozen_gradient", "sampling", "consensus"}
     assert steps == {name: int(name in refined) for name in steps}
-
-
-def test_the_papers_definition_is_not_refined(demo, table):
-    rollout = method_table.get_method("rollout")
-    entry = {"needs": rollout.needs, "presets": rollout.presets}
-    register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 2}, **entry)
-    assert demo.explain(IMAGES[0], method="eager").options["refine"] == 2
-    assert demo.explain(IMAGES[0], method="eager", preset="paper").options["refine"] == 0
-    assert demo.explain(IMAGES[0], method="eager", preset="paper", refine=1).options["refine"] == 1
-    assert method_table.get_method("flow").complete({"layers": "all"})["refine"] == 0
 
 
 def test_where_it_does_not_apply_it_is_refused_if_requested_and_else_left_out_and_reported(table):
@@ -239,15 +189,6 @@ def test_patches_that_are_all_equal_are_reported(table):
 def test_steps_and_affinity_are_checked(demo, options, words):
     with pytest.raises((OptionError, UnsupportedModelError), match=words):
         demo.explain(IMAGES[0], **{"method": "rollout"} | options)
-
-
-def test_keys_are_recorded_only_when_requested():
-    model = small().model
-    for requested in (False, True):
-        with torch.no_grad(), record_attention(model, head_fusion="mean", keys=requested) as trace:
-            model(torch.zeros(2, 3, 64, 64))
-        shapes = [None if layer.keys is None else tuple(layer.keys.shape) for layer in trace.layers]
-        assert shapes == [(2, 17, 192) if requested else None] * 2
 
 
 def test_consensus_is_the_weighted_geometric_mean_of_its_parts_refined(demo):

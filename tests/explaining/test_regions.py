@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import vitflow
 from tests.small import Custom, jitter
 from vitflow import Explainer
 from vitflow.analysis.strips import columns_of
-from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.regions import _input_shares, _weights, iou
 from vitflow.folder.draw import draw_run, read_grids
@@ -216,20 +214,6 @@ def segmented(region):
 def test_wrong_questions_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
-
-
-def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
-    model = yolos()
-    monkeypatch.setattr("vitflow.models.loading.load_model", lambda *args, **options: model)
-    monkeypatch.setattr("vitflow.models.info.library_data_config", lambda model: CONFIG)
-    write_image(tmp_path / "photo.png", photo())
-    shared = f"{tmp_path}/photo.png --model any --fit squash --json -o {tmp_path}/map.png".split()
-    done = CliRunner().invoke(cli, ["explain", *shared, "--box", "10,10,60,50", "--class", "thing 2"])
-    assert done.exit_code == 0, done.output
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    record = json.loads(line)
-    assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
-    assert record["method"] == "gae" and (tmp_path / "map.png").exists()
 
 
 def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):

@@ -15,7 +15,6 @@ from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, method_label, notes_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.recording.listening import Listening
-from vitflow.registry.choices import choose_methods
 from vitflow.registry.method_table import get_method
 from vitflow.text.method_table import text_method
 
@@ -114,6 +113,12 @@ def test_methods_without_halves_refuse_the_word_by_name(twelve, method):
         twelve.explain(photo(64, 64), method=method, start_layer="middle")
 
 
+def test_other_layers_are_refused(twelve):
+    for method, start, message in (("rollout", "centre", "Unknown start layer 'centre'"), ("gae", 13, "from 1 to 12")):
+        with pytest.raises(OptionError, match=message):
+            twelve.explain(photo(64, 64), method=method, target=1, start_layer=start)
+
+
 @pytest.fixture
 def intercepted(monkeypatch) -> list[str]:
     """Names of the layers whose attention is intercepted."""
@@ -166,25 +171,6 @@ def test_layers_of_a_shared_module_are_all_recorded(intercepted):
         assert len(intercepted) == 12
 
 
-def test_other_words_are_refused(twelve):
-    with pytest.raises(OptionError, match="Unknown start layer 'centre'"):
-        grid(twelve, start_layer="centre")
-
-
 def test_texts_refuse_the_word_by_name():
     with pytest.raises(OptionError, match="start_layer='middle'"):
         text_method("gae", {"start_layer": "middle"})
-
-
-def test_a_folder_run_resumes_with_the_word(twelve, tmp_path):
-    (tmp_path / "in").mkdir()
-    vitflow.explain(photo(64, 64), twelve, method="rollout").save(tmp_path / "in" / "a.png")
-    for kept in (0, 1):
-        summary = vitflow.explain_folder(
-            tmp_path / "in", tmp_path / "out", model=twelve, methods=["rollout"], workers=0
-        )
-        assert summary.kept == kept
-    run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert run["run"]["options"]["rollout"]["start_layer"] == "middle"
-    [chosen] = choose_methods([("rollout", run["run"]["options"]["rollout"])], {})
-    assert chosen.options["start_layer"] == "middle"

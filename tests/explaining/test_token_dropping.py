@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import literal_vit
 from tests.small import Custom, jitter, since
-from vitflow import Explainer, load_model
+from vitflow import Explainer
 from vitflow.analysis.removal import can_drop_tokens, check_can_drop
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import token_dropping
@@ -55,29 +55,6 @@ def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout):
         assert (actual[0] - actual[1]).abs().max() > 1e-3
         everything = run_on_patches(model, pixels, torch.arange(16)[None])
         torch.testing.assert_close(everything, model(pixels), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "prefix", "options"),
-    [
-        ("demo", 1, {}),
-        ("test_vit", 1, {"dynamic_img_size": True}),
-        ("test_vit3", 1, {}),
-        ("deit_tiny_distilled_patch16_224", 2, {"depth": 3}),
-    ],
-)
-def test_named_models_equal_themselves_run_by_hand(name, prefix, options):
-    model = load_model("demo") if name == "demo" else disturb(timm.create_model(name, **options))
-    explainer = Explainer(model, fit="native") if options.get("dynamic_img_size") else Explainer(model)
-    size = (128, 192) if options.get("dynamic_img_size") else explainer.spec.size
-    layout = check_can_drop(explainer, size)
-    assert can_drop_tokens(explainer) and layout.num_prefix_tokens == prefix
-    pixels = torch.randn(1, 3, *size)
-    kept = torch.randperm(layout.num_patches)[:30].reshape(2, 15)
-    with torch.no_grad():
-        actual = run_on_patches(model, pixels, kept)
-        expected = torch.cat([by_hand(model, pixels, row, layout.num_prefix_tokens) for row in kept.tolist()])
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @since("timm", "1.0.31")  # whose Eva takes masks, and frequencies of float64
@@ -148,21 +125,14 @@ def state(model: nn.Module) -> list[object]:
     return [hooks, [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]]
 
 
-def test_the_model_is_left_as_it_was_also_after_an_exception():
-    model = literal_vit.timm_model().train()
+def test_the_model_is_left_as_it_was_also_if_it_fails_half_way():
+    model, pixels = literal_vit.timm_model().train(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
     model.blocks[1].eval()
     before, weights = state(model), {k: v.clone() for k, v in model.state_dict().items()}
-    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     run_on_patches(model, pixels, KEPT)
-    with pytest.raises(OptionError, match="patch indices from 0 to 15, got"):
-        run_on_patches(model, pixels, KEPT + 1)
     assert can_drop_tokens(Explainer(model, data_config=DATA))
     assert state(model) == before
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_a_model_that_fails_half_way_is_left_as_it_was():
-    model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
     model.blocks[2].mlp = Custom(Mock(side_effect=RuntimeError("half way")))
     before = state(model)
     with pytest.raises(RuntimeError, match="half way"):
@@ -232,6 +202,8 @@ def test_wrong_input_is_named():
         run_on_patches(model, pixels, KEPT[0])
     with pytest.raises(ShapeError, match="float32"):
         run_on_patches(model, pixels, KEPT.float())
+    with pytest.raises(OptionError, match="from 0 to 15, got"):
+        run_on_patches(model, pixels, KEPT + 1)
 
 
 def test_out_of_memory_is_no_verdict(monkeypatch):
