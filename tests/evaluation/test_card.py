@@ -41,7 +41,7 @@ def test_a_card_shows_the_middle_images_of_the_method_of_the_verdict(measured, d
     assert curve == {measured.mean_lines("deletion")[name][1] for name in ("gae", "random")}
 
 
-def test_what_was_not_measured_is_said(demo, measured, tmp_path):
+def test_what_was_not_measured_is_said(demo, tmp_path, no_drawing):
     for seed in range(10):
         write_image(tmp_path / "in" / f"{seed}.png", draw_image(seed).image)
     options = {

@@ -50,13 +50,6 @@ def test_drawn_images_have_their_exact_masks():
         assert all((r.mask(truth.image.shape[:2]) == m).all() for r, m in zip(actual.regions, truth.masks, strict=True))
 
 
-def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").mkdir()
-    Image.new("RGB", (20, 20)).save(tmp_path / "demo" / "a.png")
-    assert not open_dataset("demo").has_regions
-
-
 @pytest.mark.parametrize("place", ["cat_mask.png", "cat-mask.png", "cat.mask.png", "masks/cat.png"])
 def test_masks_stand_next_to_their_images(folder, place):
     mask = painted((5, 4, 20, 12))
@@ -313,10 +306,12 @@ def test_faults_are_errors_that_name_their_file_or_size(folder, name, content):
         by_name(open_dataset(folder))
 
 
-def test_a_mask_value_without_a_class_is_reported(folder):
-    Image.fromarray(np.full(SIZE, 7, np.uint8)).save(folder / "cat_mask.png")
+@pytest.mark.parametrize(("value", "kind"), [(7, "PNG"), (0.5, "TIFF")])
+def test_a_mask_value_without_a_class_is_reported(folder, value, kind):
+    mask = np.full(SIZE, value, np.uint8 if kind == "PNG" else np.float32)
+    Image.fromarray(mask).save(folder / "cat_mask.png", kind)
     (folder / "classes.txt").write_text("tabby\n")
-    with pytest.raises(ShapeError, match="value 7"):
+    with pytest.raises(ShapeError, match=f"value {value}"):
         by_name(open_dataset(folder))
 
 

@@ -124,10 +124,8 @@ def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_
     np.testing.assert_array_equal(fewer.values["grid_auc"], fresh.values["grid_auc"])
 
 
-def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
-    for number in range(3):
-        write_image(tmp_path / f"{number}.png", draw_image(number).image)
-    actual = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
+def test_without_labels_there_is_no_grid_and_that_is_said(demo):
+    actual = evaluate([draw_image(number).image for number in range(3)], model=demo, methods=["gae"], metrics=["grid"])
     assert "has no grid of four images" in " ".join(actual.notes)
     assert all(row.estimate.mean is None for row in actual.table("grid_auc"))
 

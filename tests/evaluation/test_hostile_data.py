@@ -3,10 +3,8 @@
 import io
 import json
 import random
-import struct
 import sys
 import warnings
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from PIL import EpsImagePlugin, Image
 from pycocotools import mask as coco
 
 from tests.mutations import mutated
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
+from vitflow.errors import ImageError, OptionError, VitflowError
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.targets import choose_target
 from vitflow.folder.decoders import decode_file
@@ -66,24 +64,6 @@ def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     assert not started
 
 
-def png_header(width: int, height: int) -> bytes:
-    """A small PNG file that says that it is large."""
-    file = io.BytesIO()
-    Image.new("L", (1, 1)).save(file, "PNG")
-    data = file.getvalue()
-    header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
-    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
-
-
-@pytest.mark.parametrize("side", [60_000, 10_000])
-def test_a_mask_that_is_a_bomb_costs_its_row(folder, side):
-    (folder / "cat_mask.png").write_bytes(png_header(side, side))
-    Image.new("L", (WIDTH, HEIGHT), 255).save(folder / "dog_mask.png")
-    actual = results(open_dataset(folder))
-    assert actual["dog.jpg"] is None
-    assert f"got ({side}, {side})" in actual["cat.jpg"]
-
-
 def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):
     values = np.zeros((HEIGHT, WIDTH, 4), np.uint8)
     values[..., 3] = 255
@@ -92,19 +72,6 @@ def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):
     Image.fromarray(values).save(folder / "cat_mask.png")
     [region] = open_dataset([folder / "cat.jpg"]).samples[0].read().regions
     assert np.argwhere(region.mask((HEIGHT, WIDTH))).tolist() == [[y, x] for y in range(5, 10) for x in range(3, 9)]
-
-
-def test_a_mask_of_fractions_has_no_classes(folder):
-    Image.fromarray(np.full((HEIGHT, WIDTH), 0.5, np.float32)).save(folder / "cat_mask.png", "TIFF")
-    (folder / "classes.txt").write_text("tabby\n")
-    assert "have the value 0.5" in results(open_dataset(folder))["cat.jpg"]
-
-
-def test_class_names_next_to_masks_that_are_no_text_are_reported(folder):
-    Image.new("L", (WIDTH, HEIGHT), 1).save(folder / "cat_mask.png")
-    (folder / "classes.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(OptionError, match=r"class names in 'classes\.txt'"):
-        open_dataset(folder)
 
 
 def test_names_of_full_length_and_repeated_ones(folder):
@@ -141,18 +108,12 @@ def runs(counts, size=(HEIGHT, WIDTH)):
     ("annotation", "reported"),
     [
         (runs([10**10], (10**5, 10**5)), "got [100000, 100000]"),
-        (runs([1200], "big"), "['b', 'i', 'g']"),
         (runs([10]), "sum to 1200 pixels, got [10]"),
-        (runs([-1, 1201]), "sum to 1200"),
         (runs([0.5, "x"]), "whole numbers"),
-        (runs("1" * 30_000), "sum to 1200"),
-        (runs("o" * 400), "in COCO's form"),
         (runs("Ω"), "in COCO's form"),
-        (runs(""), "sum to 1200"),
         ({"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}, "inside the image"),
         ({"segmentation": [[0, 0, float("nan"), 0, 5, 5]]}, "finite numbers"),
         ({"segmentation": [[0, 0, 5, 0, 5]]}, "got 5 numbers"),
-        ({"segmentation": "polygon"}, "finite numbers"),
         ({"bbox": [0, 0, 1]}, "four finite numbers"),
         ({"category_id": 7}, "no category 7"),
         ({"category_id": [1]}, "unhashable"),
@@ -162,13 +123,6 @@ def test_a_hostile_object_costs_its_images_row(folder, annotation, reported):
     actual = results(open_dataset(annotate(folder, coco_file(annotation))))
     assert actual["dog.jpg"] is None
     assert reported in actual["cat.jpg"]
-
-
-@pytest.mark.parametrize("size", [{"width": 10**6, "height": 10**6}, {"width": -3}, {"width": 1e999}, {"height": [3]}])
-def test_a_hostile_size_costs_its_row(folder, size):
-    actual = results(open_dataset(annotate(folder, coco_file(runs([1200]), **size))))
-    assert actual["dog.jpg"] is None
-    assert "Expected annotations for an image of (30, 40)" in actual["cat.jpg"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -192,12 +146,6 @@ def test_polygons_are_painted_as_coco_paints_them(seed):
         warnings.simplefilter("ignore", DeprecationWarning)  # of pycocotools about numpy
         expected = coco.decode(coco.merge(coco.frPyObjects(polygons, HEIGHT, WIDTH))).astype(bool)
     assert (Region(None, [*polygons, [1, 1, 9, 9]]).mask((HEIGHT, WIDTH)) == expected).all()
-
-
-@pytest.mark.parametrize("box", [(0, 0, float("nan"), 1), (0, 0, float("inf"), 1), (1, 2, 3), "1234", None])
-def test_a_box_is_four_finite_numbers(box):
-    with pytest.raises(ShapeError, match="finite numbers"):
-        Region("x", box).mask((5, 5))
 
 
 def name_in_json(name):
@@ -233,15 +181,10 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folde
 @pytest.mark.parametrize(
     "entry",
     [
-        {"file": "x" * 100_000, "boxes": BOX},
         {"file": 5, "boxes": BOX},
         {"file": "a\0b.jpg", "boxes": BOX},
-        {"file": "\ud800.jpg", "boxes": BOX},
         {"file": "cat.jpg", "boxes": [[0, 0, float("inf"), 3]]},
-        {"file": "cat.jpg", "boxes": "1234"},
-        {"file": "cat.jpg", "boxes": [{"label": "dog"}]},
         {"file": "cat.jpg", "boxes": [{"box": BOX[0], "label": ["dog"]}]},
-        {"file": "cat.jpg", "boxes": BOX, "label": {"name": "dog"}},
         {"file": "cat.jpg", "boxes": BOX, "label_index": 2.5},
         {"file": "cat.jpg", "boxes": BOX, "size": 7},
         None,
@@ -252,22 +195,6 @@ def test_a_hostile_entry_costs_its_row(folder, entry):
     assert actual.pop("dog.jpg") is None
     [reported] = actual.values()
     assert "Expected" in reported and len(reported) < 1000
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reported"),
-    [
-        ("a.json", "[" * 100_000, "recursion"),
-        ("a.json", '{"a":' * 100_000, "recursion"),
-        ("a.json", '[{"file": "cat.jpg", "size": ' + "1" * 5000 + "}]", "4300"),
-        ("a.json", '{"images": 3, "annotations": []}', "expected a list"),
-    ],
-)
-def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, reported):
-    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
-        open_dataset(folder / name)
-    assert reported in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_mutated_data_gives_rows_or_a_sentence_and_reads_no_image_outside(folder):

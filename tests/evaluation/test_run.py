@@ -99,13 +99,6 @@ def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
     assert "\ngae (blurred)" in str(actual)
 
 
-def test_the_batch_changes_no_value(demo):
-    quick = {"model": demo, "methods": QUICK, "metrics": ["localisation", "faithfulness"], "points": 3}
-    first, again = evaluate("demo:2", **quick), evaluate("demo:2", batch_size=1, **quick)
-    for metric in first.metrics:
-        assert first.values[metric.name] == pytest.approx(again.values[metric.name], abs=2e-3), metric.name
-
-
 def test_options_reach_the_methods_and_name_them(demo):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
     entry = {"methods": choices, "metrics": ["roc_auc"]}
@@ -287,12 +280,6 @@ def test_wrong_options_are_reported_before_a_model_is_loaded(options, message):
         evaluate("demo:2", model=never, **options)
 
 
-@pytest.fixture
-def no_drawing(monkeypatch):
-    """Tables are all that matters: no figures, and a page without them."""
-    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
-
-
 def counting(monkeypatch) -> list[str]:
     """The names of the images that are measured from now on."""
     measured, honest = [], run.measure
@@ -338,19 +325,6 @@ def test_sameness_is_of_all_images_of_a_run_that_was_resumed(demo, tmp_path, no_
     np.testing.assert_array_equal(actual.values["sameness"], again.values["sameness"])
     means = {row.method: row.estimate.mean for row in actual.table("sameness")}
     assert means["centre"] == pytest.approx(1.0) and abs(means["random"]) < 0.2 and means["gae"] < 0.9
-
-
-def test_more_images_are_added_to_a_run(demo, tmp_path, monkeypatch, no_drawing):
-    options = {"model": demo, "methods": ["gae"], "sanity_images": 1}
-    options |= {"metrics": ["roc_auc", "class_sensitivity"]}
-    evaluate("demo:4", output=tmp_path / "whole", **options)
-    evaluate("demo:2", output=tmp_path / "grown", **options)
-    measured = counting(monkeypatch)
-    evaluate("demo:4", output=tmp_path / "grown", **options)
-    assert {"demo-2", "demo-3"} <= set(measured) <= {f"demo-{number}" for number in range(4)}
-    assert tables(tmp_path / "grown") == tables(tmp_path / "whole")
-    actual = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
-    assert (len(actual.images), actual.table("class_sensitivity")[0].estimate.count) == (2, 1)
 
 
 def test_changed_and_failed_images_are_measured_again(folder, demo, tmp_path, monkeypatch, no_drawing):

@@ -95,23 +95,6 @@ def test_each_module_is_drawn_by_its_initialiser_and_the_rest_from_a_normal():
     assert np.corrcoef(new.pos_embed.detach().ravel(), model.pos_embed.detach().ravel())[0, 1] < 0.05
 
 
-def test_what_an_initialiser_leaves_is_drawn_too():
-    class Stubborn(Custom):
-        def reset_parameters(self) -> None:
-            nn.init.zeros_(self.drawn)
-
-    model = literal_vit.timm_model().float()
-    drawn, left_out, single = torch.randn(500), 5.0 + torch.randn(500), torch.tensor(0.7)
-    parts = {"drawn": drawn, "left_out": left_out, "single": single}
-    model.fc_norm = Stubborn(lambda _, x: x, **{name: nn.Parameter(value) for name, value in parts.items()})
-    before = model.fc_norm.left_out.clone()
-    ((_, randomised),) = randomised_copies(Explainer(model, data_config=DATA), ["head"])
-    new = randomised.model.requires_grad_(False).fc_norm
-    assert not new.drawn.any() and not torch.equal(new.left_out, before)
-    assert new.left_out.mean() == pytest.approx(5.0, abs=0.3) and new.left_out.std() == pytest.approx(1.0, rel=0.2)
-    assert new.single == pytest.approx(0.7)  # one entry says nothing of a spread
-
-
 def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
     model = timm.create_model("resnet10t", num_classes=5).eval()
     names = stage_names(model)
