@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.methods.certificates import Array, Prover, Source
-from vitflow.methods.flow import solver
 from vitflow.methods.flow.solver import max_flow
 
 
@@ -76,7 +75,7 @@ def graphs(kind: str, count: int) -> Iterator[tuple[Array, Source]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> None:
     below_bound = 0
-    for capacities, source in graphs(kind, 16):
+    for capacities, source in graphs(kind, 10):
         actual, prover = max_flow(capacities, source), Prover(capacities, source)
         bounds = np.minimum(capacities[0].sum(axis=0), prover.given.sum())
         below_bound += int((actual.values < bounds * (1 - 1e-9)).sum())
@@ -119,40 +118,6 @@ def float32_attention(layers: int, tokens: int, discard: float) -> Array:
     return capacities
 
 
-@pytest.mark.parametrize("source", ["uniform", "two tokens", "little"])
-def test_super_sources_at_full_size(source: str) -> None:
-    capacities = attention(np.random.default_rng(4), 5, 197, 3.0)
-    given = np.zeros(197)
-    given[{"uniform": slice(1, None), "two tokens": slice(0, 2), "little": slice(5, 9)}[source]] = 1.0
-    given /= given.sum() * (20 if source == "little" else 1)
-    actual = max_flow(capacities, given, sinks=range(0, 197, 5))
-    prover = Prover(capacities, given)
-    for row, sink in enumerate(range(0, 197, 5)):
-        prover.prove(actual, row, sink)
-
-
-@pytest.mark.parametrize("sharpness", [1.0, 8.0])
-def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacities = attention(np.random.default_rng(5), 9, 60, sharpness)
-    quick = max_flow(capacities, 0)
-    monkeypatch.setattr(solver, "WINDOWS", ())
-    whole = max_flow(capacities, 0)
-    np.testing.assert_allclose(quick.values, whole.values, rtol=1e-11)
-
-
-def test_only_edges_that_the_source_reaches_are_searched() -> None:
-    capacities = discarded(np.random.default_rng(15), 4, 40)
-    reached = [capacities[3, 0] > 0]  # after layer 3, 2, 1
-    for layer in (2, 1):
-        reached.append((capacities[layer, reached[-1]] > 0).any(axis=0))
-    edges = [(capacities[layer, reached[2 - layer]] > 0).sum() for layer in (1, 2)]
-    upward = np.ascontiguousarray(capacities[1:3].transpose(0, 2, 1))
-    supplies, nodes = solver.shared_out(upward, capacities[3, 0].copy())
-    graph = solver.lowest_layers(upward, nodes, supplies)
-    assert len(graph.capacity) == sum(edges) < capacities[1:3].size / 3
-    assert len(graph.supply) == reached[0].sum()
-
-
 def test_a_share_too_small_for_a_number_is_a_flow_all_the_same() -> None:
     # The source's capacity shared out in proportion would be 1e-200 · 1e-200.
     capacities = np.zeros((6, 2, 2))
@@ -170,17 +135,6 @@ def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pyt
     together = max_flow(capacities, 3, progress=counted.append)
     np.testing.assert_array_equal(together.values, alone.values)  # to the last bit
     assert sum(counted) == 90
-
-
-def test_a_thin_bridge_between_wide_roads_takes_no_unit_steps() -> None:
-    # The textbook case on which augmenting along careless paths takes as many steps as the capacity is large.
-    wide, bridge = 1e15, 1.0
-    capacities = np.zeros((4, 2, 2))
-    capacities[3, 0] = [wide, wide]
-    capacities[2] = [[wide, bridge], [0.0, wide]]
-    capacities[1] = [[wide, 0.0], [bridge, wide]]
-    capacities[0] = [[wide, 0.0], [wide, 0.0]]
-    assert max_flow(capacities, 0, [0]).values.tolist() == [2 * wide]
 
 
 @pytest.mark.parametrize("length", [2, 60])
@@ -211,15 +165,6 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     actual = max_flow(capacities, 0, [0])
     assert actual.values[0] == networkx_value(capacities, 0, 0)
     Prover(capacities, 0).prove(actual, 0, 0)
-
-
-@pytest.mark.parametrize("scale", [5e-324, 1e-30, 1e300])
-def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
-    capacities = np.array(KINDS["small integers"](np.random.default_rng(2), 4, 8))
-    for source in (0, np.arange(8.0)):
-        plain = max_flow(capacities, source).values
-        scaled = max_flow(capacities * scale, source if isinstance(source, int) else source * scale).values
-        np.testing.assert_allclose(scaled, plain * scale, rtol=1e-14, atol=0)
 
 
 def test_the_input_is_left_as_it_was() -> None:

@@ -50,16 +50,6 @@ def test_the_estimator_equals_a_loop_over_masks():
     assert actual[4].abs().max() == actual[9].abs().max() == 0.0
 
 
-def test_a_score_that_is_a_sum_over_patches_is_detected_again():
-    """Masks of equal size tie the patches together: a patch's own share shows beside the mean of the others'."""
-    worth = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
-    every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
-    actual = mean_differences(every, every.double() @ worth)
-    # Beside patch j, the kept ones have 2 of the 5 others, the dropped ones 3 of them.
-    expected = worth - (worth.sum() - worth) / 5
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (9, 20)])
 def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols):
     masks = draw_masks(rows, cols, masks=30, keep=0.3)
@@ -67,14 +57,6 @@ def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols)
     assert torch.equal(draw_masks(rows, cols, masks=12, keep=0.3), masks[:12])  # fewer are the first ones
     assert not torch.equal(draw_masks(rows, cols, masks=30, keep=0.3, seed=1), masks)
     assert len(masks.unique(dim=0)) > (15 if rows * cols > 6 else 5)
-
-
-def test_fewer_cells_make_larger_regions():
-    def border(cells: int) -> float:
-        masks = draw_masks(16, 16, masks=100, cells=cells).reshape(-1, 16, 16)
-        return float((masks[:, 1:] != masks[:, :-1]).double().mean())
-
-    assert border(2) < border(4) < border(7) < border(16) < 0.42  # of patches alone, 2 · 0.3 · 0.7
 
 
 @pytest.mark.parametrize(
@@ -105,22 +87,6 @@ def test_the_reliability_and_the_hiding_are_facts():
     scores = torch.tensor(by_hand_on(model, explainer.pixels(IMAGES[0]), kept, 3, prefix=4), dtype=torch.float64)
     reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
     assert actual.facts == {"reliability": round(reliability, 3), "hidden": "tokens dropped"}
-
-
-def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
-    model = literal_vit.timm_model(img_size=(16, 24))
-    explainer = Explainer(model, data_config={**DATA, "input_size": (3, 16, 24)})
-    pixels = explainer.pixels(IMAGES[0])
-    every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
-    scores = by_hand_on(model, pixels, every, 2)
-    exact = [
-        sum(s for s, mask in zip(scores, every, strict=True) if mask[patch]) / 10
-        - sum(s for s, mask in zip(scores, every, strict=True) if not mask[patch]) / 10
-        for patch in range(6)
-    ]
-    np.testing.assert_allclose(
-        mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
-    )
 
 
 class _Counted:

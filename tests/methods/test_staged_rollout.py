@@ -205,19 +205,6 @@ def test_class_specific_methods_go_through_windows(method):
         np.testing.assert_allclose(actual[image].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_one_window_of_all_tokens_is_the_whole_matrix(additive):
-    """The fast path over whole matrices gives what the path through windows gives."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [torch.rand(2, 1, 7, 7, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(3)]
-    layout, every = TokenLayout(1, 2, 3), torch.arange(7).unsqueeze(0)
-    readout = torch.rand(2, 7, generator=generator, dtype=torch.float64)
-    options = {"readout": readout, "additive": additive} | ({} if additive else {"discard_ratio": 0.5, "residual": 0.2})
-    whole, _ = staged_rollout(layers, [LayerTokens(layout, layout)] * 3, **options)
-    windowed, _ = staged_rollout(layers, [LayerTokens(layout, layout, every, every)] * 3, **options)
-    torch.testing.assert_close(whole, windowed, rtol=0, atol=1e-12)
-
-
 FINE, COARSE, TWO, THREE, CLASS = (TokenLayout(*one) for one in ((0, 2, 2), (0, 1, 1), (0, 1, 2), (0, 1, 3), (1, 1, 2)))
 OVERLAP, PADDED = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, -1]])
 

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tests.small import Custom
 from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
-from vitflow.methods.fusion import fuse_heads, normalize_rows
 from vitflow.methods.gradients import Values, check_value_weighting, fuse_weighted, join_values
 from vitflow.registry.method_table import get_method
 
@@ -92,35 +90,6 @@ def test_rollout_and_attention_use_the_weighted_heads(how):
     np.testing.assert_allclose(one[1].flatten().numpy(), expected[0, 1:], rtol=0, atol=1e-12)
 
 
-def test_weighted_by_output_the_parts_add_up_to_the_output():
-    """Before the cut at 0: what all heads and tokens add along the output is as long as the output."""
-    values = Values(torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64))
-    attention = torch.randn(2, 3, 5, 5, dtype=torch.float64).softmax(-1)
-    heads = [attention[:, h] @ values.vectors[:, h] @ values.projection[:, 4 * h : 4 * h + 4].T for h in range(3)]
-    output = sum(heads)  # [batch, tokens, out]
-    positive = values.weigh(attention, "output").sum((1, 3))
-    opposite = Values(-values.vectors, values.projection)
-    assert (positive >= output.norm(dim=-1) - 1e-12).all()  # only negative parts were cut
-    torch.testing.assert_close(opposite.weigh(attention, "output"), values.weigh(attention, "output"))
-    one_way = Values(values.vectors.abs(), values.projection.abs())  # nothing cancels out
-    lengths = sum(
-        attention[:, h] @ one_way.vectors[:, h] @ one_way.projection[:, 4 * h : 4 * h + 4].T for h in range(3)
-    )
-    torch.testing.assert_close(one_way.weigh(attention, "output").sum((1, 3)), lengths.norm(dim=-1))
-
-
-@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
-def test_weighing_with_what_is_known_already_changes_nothing(fusion):
-    attention = (3 * torch.randn(2, 3, 5, 12)).softmax(-1)
-    values = Values(torch.randn(2, 12, 3, 3, 4).permute(2, 0, 3, 1, 4)[2], torch.randn(9, 12))
-    exact = Values(values.vectors.double(), values.projection.double())
-    expected = normalize_rows(fuse_heads(exact.weigh(attention.double(), "output"), fusion))
-    known = replace(values, gram=values.projection.T @ values.projection)
-    for weighed in (values, known):
-        actual = fuse_weighted(attention, fusion, "output", weighed)
-        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5 if fusion == "min" else 3e-6)
-
-
 @pytest.mark.parametrize("weighting", [False, True, "output"])
 def test_fused_while_running_equals_fused_afterwards(weighting):
     """With more tokens than channels, W_Oᵀ W_O is computed once; with fewer, it is not."""
@@ -148,18 +117,6 @@ def test_values_that_are_not_finite_are_not_hidden(bad):
     assert not torch.isfinite(fuse_weighted(attention, "max", "output", values)[1, 2]).all()
     values.vectors[0, 1, 4] = bad
     assert not torch.isfinite(fuse_weighted(attention, "max", "output", values)[0]).all()
-
-
-@pytest.mark.parametrize("how", [True, "output"])
-def test_a_token_that_passes_nothing_on_stops_counting(how):
-    vectors = torch.rand(1, 2, 5, 4) + 0.1
-    vectors[:, :, 3] = 0.0
-    values = Values(vectors, torch.rand(8, 8))
-    attention = torch.full((1, 2, 5, 5), 0.05)
-    attention[..., 3] = 0.8  # everyone looks at the token that says nothing
-    weighted = values.weigh(attention, how)
-    assert (weighted[..., 3] == 0).all()
-    assert (weighted[..., :3] > 0).all()
 
 
 @pytest.mark.parametrize("how", [True, "output"])
