@@ -117,7 +117,7 @@ def test_uniform_attention_is_uniform_for_each_written_token(name):
     np.testing.assert_allclose(joined, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", ["GPT-2", "MPT", "causal RoFormer"])
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_a_prompt_padded_on_the_left_is_as_alone_with_a_mask_and_without(name, method):
     model, padded = of_kind(name), numbers(9).clone()
@@ -177,18 +177,6 @@ def test_the_row_of_a_model_with_tokens_first_is_the_attention_that_it_applies()
     np.testing.assert_allclose(reading.weights, applied.detach() / applied.sum().item(), atol=1e-5)
 
 
-@pytest.mark.parametrize("relative", [True, False])
-def test_heads_folded_into_the_batch_are_the_heads_of_deberta(relative):
-    torch.manual_seed(3)
-    sizes = {**SIZES, "relative_attention": relative, "pos_att_type": ["c2p", "p2c"]}
-    model, tokenizer = of_transformers("DebertaV2Model", "DebertaV2Config", sizes, None), wordpiece_tokenizer()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    reading = explain_text(TEXT, model=model, tokenizer=tokenizer, token=3, method="attention", value_weighted=False)
-    applied = model(**tokenizer(TEXT, return_tensors="pt"), output_attentions=True).attentions[-1][0].mean(0)[3]
-    np.testing.assert_allclose(reading.weights, applied.detach(), atol=1e-6)
-
-
 class Changing(nn.Module):
     """A model that changes its modules, buffers, caches and settings when it runs on a short text."""
 
@@ -228,16 +216,6 @@ def test_a_trial_undoes_changes_of_modules_buffers_and_attributes():
     assert torch.equal(model.window, before.window)
     assert list(model.state_dict()) == list(before.state_dict())
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), before.buffers(), strict=True))
-
-
-def test_a_model_that_shortens_its_attention_in_the_trial_is_as_before():
-    sizes = {**SIZES, "block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 128}
-    model = of_transformers("BigBirdModel", "BigBirdConfig", sizes, None).eval()
-    ids = numbers(64)
-    expected = model(input_ids=ids).last_hidden_state
-    assert is_causal(model) is False
-    assert model.attention_type == "block_sparse"
-    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
 
 
 def test_attention_in_chunks_is_refused_and_attention_of_short_texts_is_not():

@@ -105,7 +105,7 @@ def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, opti
     placed = [place for part in parts for place in part.positions]
     assert len(set(placed)) == len(placed) and (inputs["input_ids"][0, placed] == token).all()
     generator, tried = np.random.default_rng(0), 0
-    while tried < 5:
+    while tried < 3:
         part = parts[generator.integers(len(parts))]
         x, y = centre_of(part, generator.integers(part.rows), generator.integers(part.cols))
         left, top = int(x) - 1, int(y) - 1
@@ -141,11 +141,3 @@ def test_of_two_images_each_has_its_tokens(name):
     assert int(moved.argmax()) in {holding(other, (x, y, 3)) for other in parts if other.image}
     assert part.positions[int(moved[list(part.positions)].argmax())] == holding(part, (x, y, 3))
     assert all(moved[list(other.positions)].max() < 1e-5 for other in parts if not other.image)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_image_of_one_pixel_has_its_tokens_too(name):
-    one = family(name)
-    inputs = one.processor(images=Image.new("RGB", (1, 1)), text=f"{one.prompt} what", return_tensors="pt")
-    parts = image_tokens(one.model.config, one.processor, inputs, [(1, 1)])
-    assert parts[0].image == 0

@@ -248,13 +248,6 @@ def test_the_towers_rollout_ends_where_its_features_are_taken():
     np.testing.assert_allclose(tower_rows(one.model, inputs, [part])[0], product[1:, 1:], atol=1e-6)
 
 
-def test_of_two_images_each_has_its_map():
-    one = family("qwen2_vl")
-    actual = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
-    first, second = (actual.image("heart", image=number) for number in (0, 1))
-    assert first.grid.shape == (5, 8) and second.grid.shape == (8, 5) and second.image.shape == (64, 40, 3)
-
-
 def test_a_prompt_without_its_image_token_is_given_one():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor}

@@ -75,8 +75,7 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
     np.testing.assert_allclose(back[m:], shares_of(whole)[:, -1, 2], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", ["rollout", "attention"])
+@pytest.mark.parametrize(("method", "causal"), [("rollout", True), ("attention", False)])
 def test_each_word_of_a_text_that_was_read_has_its_row(method, causal, opened):
     model = reads("GPT2LMHeadModel" if causal else "BertForMaskedLM")
     given = {"model": model, "tokenizer": wordpiece_tokenizer(), "method": method}
