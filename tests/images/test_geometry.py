@@ -208,17 +208,6 @@ def test_a_hot_patch_marks_exactly_the_pixels_whose_centres_lie_in_it(placement,
         assert left - 1e-9 <= x + 0.5 <= right + 1e-9
 
 
-@given(placements(), st.integers(1, 9), st.integers(1, 9))
-def test_patch_boxes_tile_the_model_input(placement, rows, cols):
-    first, last = patch_box(placement, 0, 0, rows, cols), patch_box(placement, rows - 1, cols - 1, rows, cols)
-    np.testing.assert_allclose(placement.to_input(first[1], first[0]), (0, 0), atol=1e-9)
-    np.testing.assert_allclose(placement.to_input(last[3], last[2]), placement.input_size, rtol=1e-9)
-    if cols > 1:
-        assert patch_box(placement, 0, 1, rows, cols)[0] == first[2]
-    if rows > 1:
-        assert patch_box(placement, 1, 0, rows, cols)[1] == first[3]
-
-
 # What a camera stores for each EXIF orientation, made from the upright image.
 STORED = {
     1: lambda upright: upright,

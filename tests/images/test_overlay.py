@@ -296,19 +296,6 @@ def test_blend_equals_the_literal_formula(alpha, fade, soft, background):
         np.testing.assert_array_equal(got, image)
 
 
-@pytest.mark.parametrize("background", overlay.KEPT)
-@pytest.mark.parametrize("alpha", [0.25, 0.6, 0.75, 1.0])
-def test_every_level_under_every_colour_is_within_one_level(alpha, background):
-    """In all, 65,536 pairs of a brightness and a value, some of the pixels coloured."""
-    levels, steps = np.meshgrid(np.arange(256), np.arange(256), indexing="ij")
-    image = np.stack([levels, levels ^ (steps % 3), levels & 0xFC], axis=-1).astype(np.uint8)
-    got = blend(image, (steps + 0.5) / 256, alpha=alpha, vmin=0, vmax=1, soft=False, background=background)
-    colors = np.rint(255 * matplotlib.colormaps["plasma"](np.arange(256)))[steps, :3]
-    opacity = alpha * steps[..., None] / 255
-    expected = on_background(image, background, alpha) * (1 - opacity) + opacity * colors
-    assert np.abs(got - expected.round()).max() <= 1
-
-
 def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
     """As the highest patches of a map do, which a cut at the 98th percentile draws as one blob."""
     values = np.concatenate([np.linspace(0, 1, 980), np.linspace(1, 1.5, 20)])[None]
