@@ -112,24 +112,6 @@ def test_a_safetensors_checkpoint_of_other_classes(tmp_path):
     assert class_names_of(loaded) == ["cat", "dog", "cow"]
 
 
-def test_a_checkpoint_of_another_image_size(tmp_path):
-    larger = timm.create_model(ID, img_size=192)
-    save_file(larger.state_dict(), tmp_path / "w.safetensors")
-    with pytest.warns(VitflowWarning, match="img_size=192"):
-        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
-    assert same_weights(loaded, larger)
-    assert read_input_spec(loaded).size == (192, 192)
-
-
-def test_a_checkpoint_without_a_classifier(model, tmp_path):
-    weights = {k: v for k, v in model.state_dict().items() if not k.startswith("head.")}
-    save_file(weights, tmp_path / "w.safetensors")
-    with pytest.warns(VitflowWarning, match="num_classes=0"):
-        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
-    assert loaded.num_classes == 0
-    assert class_names_of(loaded) is None
-
-
 def test_a_wrong_checkpoint_is_reported_in_one_line_with_the_model_that_it_may_be_of(tmp_path, recwarn):
     tiny = timm.create_model("vit_tiny_patch16_224", num_classes=7).half()
     save_file(tiny.state_dict(), tmp_path / "w.safetensors")
@@ -164,13 +146,6 @@ def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
     entry.state_dict()[counter].fill_(7)
     save_file(entry.state_dict(), tmp_path / "w.safetensors")
     assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), entry)
-
-
-@pytest.mark.parametrize("name", ["head.weight", "pos_embed"])
-def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
-    save_file(model.state_dict() | {name: torch.tensor(0.5)}, tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match=rf"{name} is \(\), not"):
-        vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
 def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
@@ -232,13 +207,10 @@ def test_a_local_folder_as_timm_saves_it(model, tmp_path):
 
 WRONG = {
     "no JSON": ("{", "cannot be loaded .JSONDecodeError"),
-    "no text": ("\udcff", "cannot be loaded .UnicodeDecodeError"),
     "too deep": ("[" * 100_000, "cannot be loaded .RecursionError"),
-    "a list": ([1], "Expected a folder with"),
     "of transformers": ({"model_type": "vit"}, "The weights of .* do not fit ViT"),
     "on the hub": ({"architecture": "hf-hub:somebody/a-model"}, "Expected a folder with"),
     "pretrained_cfg": ({"architecture": ID, "pretrained_cfg": 5}, "Expected a folder with"),
-    "model_args": ({"architecture": ID, "model_args": [1]}, "Expected a folder with"),
     "mean": ({"mean": ["a", "b", "c"]}, "Expected mean of .* to be a list of numbers"),
     "crop": ({"crop_pct": "x"}, "Expected crop_pct of .* to be a number"),
 }
