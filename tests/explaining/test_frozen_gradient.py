@@ -186,7 +186,7 @@ def test_contributions_of_a_model_of_transformers_add_up(name):
     assert all(each.any() for each in explain_blocks(built(name), torch.randn(2, 3, 32, 32)))
 
 
-NEST = {"num_levels": 3, "embed_dims": (8, 8, 8), "num_heads": (1, 1, 1), "depths": (1, 1, 1), "num_classes": 5}
+NEST = {"num_levels": 3, "embed_dims": (8, 8, 8), "num_heads": (1, 1, 1), "depths": (2, 2, 2), "num_classes": 5}
 SHUFFLED = {
     "Nest": lambda: timm.models.nest.Nest(img_size=64, **NEST),
     "Hiera": lambda: timm.models.hiera.Hiera((64, 64), embed_dim=8, num_heads=1, stages=(1, 1, 2, 1), num_classes=5),
