@@ -21,6 +21,7 @@ import vitflow
 from tests.app.served import serving
 from tests.explaining.test_regions import yolos
 from tests.pairs import save_siglip
+from tests.viewer.waiting import until
 from vitflow.app import serve
 from vitflow.cli import cli
 from vitflow.demo import sample_images
@@ -275,7 +276,7 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
     before, box = figure.get_attribute("src"), figure.bounding_box()
     controls = tab.get_by_label("Method").first.bounding_box()
     if width == 1280:  # everything on one screen
-        assert tab.evaluate("document.documentElement.scrollHeight") <= height
+        until(tab, "height => document.documentElement.scrollHeight <= height", height)
     else:  # the map comes first
         assert box["y"] < controls["y"] and tab.evaluate("document.documentElement.scrollWidth") <= width
     arrow = tab.get_by_label("Method").first.locator("xpath=../*[contains(@class, 'icon-wrap')]").bounding_box()
@@ -292,9 +293,9 @@ def test_a_photograph_a_patch_and_an_error_in_a_browser(visit, tmp_path, width, 
     uploaded(tab, tmp_path / "letter.png")
     error = tab.get_by_text("error: Expected 'letter.png' to be an image")
     error.wait_for()
-    tab.wait_for_timeout(500)
-    assert -1 <= error.bounding_box()["y"] < height
-    assert not tab.locator("img[src*='-gae.png'], .says b, .bars button").count()
+    in_sight = "error => { const { y } = error.getBoundingClientRect(); return -1 <= y && y < innerHeight; }"
+    until(tab, in_sight, error.element_handle())
+    until(tab, "!document.querySelector(\"img[src*='-gae.png'], .says b, .bars button\")")
     error.get_by_label("Close").click()
     error.wait_for(state="detached")
 

@@ -266,6 +266,7 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     for side, image in zip("ab", data["images"], strict=True):
         panel = page.locator(f"#panel-{side}")
         page.mouse.click(*point_of(page, side, 4, 9))
+        page.evaluate("update()")  # a click does not wait for the map
         assert "from the patch in row 4, column 9" in panel.locator(".from").text_content()
         wanted = expected(image, DEFAULTS | {"end": data["layers"], "patch": "4,9"})
         page.mouse.move(*point_of(page, side, 5, 6))
@@ -397,6 +398,7 @@ def test_the_address_holds_what_is_seen(page):
     page.locator('[data-name="start"]').fill("2")
     page.locator('[data-name="head_fusion"]').select_option("mean")
     page.mouse.click(*point_of(page, "b", 1, 2))
+    page.evaluate("update()")
     address = page.evaluate("location.hash")
     shown = page.evaluate("[...panels.b.map.values]")
     drawing = page.evaluate("panels.b.heat.toDataURL()")
