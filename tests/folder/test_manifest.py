@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -56,21 +55,6 @@ def test_parquet_has_the_same_rows_with_types(tmp_path):
     assert json.loads(first["outputs"]) == {"r": "a-r.jpg"}
     empty = write_manifest(tmp_path / "none", iter(()), COMMON, format="parquet")
     assert parquet.read_table(empty).schema == table.schema
-
-
-def test_a_manifest_is_synced_to_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
-    synced, replaced = [], []
-    real = Path.replace
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").resolve()))
-
-    def replace(self, target):
-        replaced.append((self, target))
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", replace)
-    write_manifest(tmp_path, rows(), COMMON)
-    assert len(replaced) == 1
-    assert all(unfinished in synced for unfinished, _ in replaced)
 
 
 def test_a_failed_manifest_leaves_the_old_one(tmp_path):

@@ -3,21 +3,18 @@
 import json
 import os
 import random
-import resource
 import signal
 import sqlite3
 import time
-import warnings
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.folder.test_run import fill, run, tiny_model, tree
-from tests.mutations import mutated
+from tests.folder.test_run import count_rows, fill, run, tiny_model, tree
 from tests.typed import forked
-from vitflow import Explainer, explain_folder
+from vitflow import Explainer
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder import saved, store
 from vitflow.folder.draw import draw_run, read_grids
@@ -119,20 +116,19 @@ def write_many(place: Path, count: int) -> None:
 
 
 def test_a_run_killed_at_random_moments_has_whole_batches(tmp_path):
-    chance, seen = random.Random(1), []
-    for number in range(3):
-        place = tmp_path / str(number)
+    chance = random.Random(1)
+    for least in (1, 60, 300):  # rows: a moment told by a clock means little on a busy machine
+        place = tmp_path / str(least)
         process = forked(write_many, place, 10_000)
-        while not (place / FILE).exists():
+        while count_rows(place) < least:
             time.sleep(0.001)
-        process.join(chance.uniform(0.005, 1.0))
+        process.join(chance.uniform(0.0, 0.05))
         process.kill()
         process.join()
         with Run(place, FINGERPRINT) as run:
             names = {row["input"] for row in run.all_rows()}
         assert names == {f"{one}" for one in range(len(names))} and len(names) % 10 == 0
-        seen.append(len(names))
-    assert len(set(seen)) > 1, "the kills came too early or too late to mean anything"
+        assert least <= len(names) < 100_000
 
 
 def die_in_a_transaction(place: Path) -> None:
@@ -265,21 +261,6 @@ def test_a_run_of_another_version_is_refused_in_one_sentence(tmp_path):
     Run(tmp_path, FINGERPRINT, overwrite=True).close()
 
 
-def test_values_that_would_fill_the_memory_are_not_read(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
-    for statement in (
-        "UPDATE maps SET grid = zeroblob(200000000)",
-        "UPDATE maps SET grid = x'00', rows = 20000, cols = 20000",
-        "UPDATE rows SET record = CAST(zeroblob(200000000) AS TEXT)",
-    ):
-        run(source, out, model=explainer, overwrite=True)
-        change(out, statement)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with suppress(OptionError):
-            assert list(read_grids(out)) == []
-        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 100, statement
-
-
 def edit(out: Path, alter, *, forged: bool = False) -> None:
     """Change the record of the first row of a run; with `forged`, its checksum as well."""
     with closing(sqlite3.connect(out / FILE)) as db:
@@ -379,96 +360,6 @@ def test_a_folder_that_links_out_is_a_row_and_not_written_through(tmp_path, prec
     summary = run(source, out, model=explainer, recursive=True)
     assert "a link leads out of the folder" in next(summary.failures())["message"]
     assert len(list(precious.parent.iterdir())) == 1
-
-
-def test_a_file_that_no_run_has_made_is_not_removed(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
-    run(source, out, model=explainer)
-    (out / "notes.jpg").write_text("mine")
-    edit(out, lambda row: row.update(outputs={"rollout": "notes.jpg"}, written={"notes.jpg": 4}), forged=True)
-    run(source, out, model=explainer, overwrite=True)
-    assert (out / "notes.jpg").read_text() == "mine"
-
-
-def test_two_images_never_share_an_output_whatever_a_run_says(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
-    run(source, out, model=explainer)
-    size = (out / "2-rollout.jpg").stat().st_size
-    files = {"outputs": {"rollout": "2-rollout.jpg"}, "written": {"2-rollout.jpg": size}}
-    edit(out, lambda row: row.update(stem="2", **files), forged=True)
-    whole = run(source, tmp_path / "whole", model=explainer)
-    summary = run(source, out, model=explainer)
-    assert len({row["stem"] for row in summary}) == 3
-    for row, entry in zip(summary, whole, strict=True):
-        drawn = (tmp_path / "whole" / entry["outputs"]["rollout"]).read_bytes()
-        assert (out / row["outputs"]["rollout"]).read_bytes() == drawn
-
-
-ODD_VALUES = [
-    *(None, True, -1, 0, 2**62, 1e300, "", "x", "..", "/", "/etc/passwd", "\0", "link/precious", "a" * 5000, b"\xff"),
-    *("../../outside/precious", "[]", "{}", '{"status": "explained"}', "[" * 5000, b""),
-]
-
-
-def damage(content: bytes, out: Path, chance: random.Random) -> None:
-    """Damage a run as a disk, a program or a person would."""
-    path = out / FILE
-    if chance.random() < 0.4:
-        path.write_bytes(mutated(content, chance))
-        return
-    path.write_bytes(content)
-    table = chance.choice(["rows", "rows", "rows", "maps", "run"])
-    with closing(sqlite3.connect(path)) as db:
-        columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
-        if chance.random() < 0.5 and table != "maps":
-            text = "record" if table == "rows" else "fingerprint"
-            [record] = chance.choice(db.execute(f"SELECT {text} FROM {table}").fetchall())
-            changed = (mutated(record.encode(), chance).decode("utf-8", "replace"), record)
-            db.execute(f"UPDATE {table} SET {text} = ? WHERE {text} = ?", changed)
-        else:
-            column, value = chance.choice(columns), chance.choice(ODD_VALUES)
-            with suppress(sqlite3.IntegrityError):  # an id that is not a number
-                db.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", (value,))
-        db.commit()
-
-
-def outside(place: Path, out: Path) -> dict[str, object]:
-    """Everything below a place but the output folders."""
-    return {
-        str(path): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in place.rglob("*")
-        if path.is_file() and out not in path.parents and "drawn" not in str(path)
-    }
-
-
-@pytest.mark.slow
-def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, explainer):
-    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
-    (source / "bad.png").write_bytes(b"nothing")
-    run(source, out, model=explainer, methods=["rollout", "centre"])
-    (out / "link").symlink_to(precious.parent)
-    content, before, refused = (out / FILE).read_bytes(), outside(tmp_path, out), 0
-    for number in range(300):
-        chance = random.Random(number)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                damage(content, out, chance)
-                if number % 4 == 3:
-                    draw_run(out, tmp_path / "drawn", where="probability > 0 OR input LIKE '%jpg'")
-                elif number % 4 == 2:
-                    report_run(out)
-                else:
-                    options = {"model": explainer, "methods": ["rollout", "centre"], "workers": 0}
-                    explain_folder(source, out, overwrite=number % 4 == 1, **options)
-        except VitflowError:
-            refused += 1
-        if number % 50 == 0 or number > 295:
-            assert outside(tmp_path, out) == before
-        (out / FILE).unlink(missing_ok=True)
-        Path(out, f"{FILE}-journal").unlink(missing_ok=True)
-    assert 20 < refused < 250
-    assert precious.read_text() == "mine"
 
 
 @pytest.fixture(scope="module")
