@@ -227,14 +227,6 @@ def test_json_says_which_size_is_the_width(here, tmp_path):
     assert record["seen"] == {"left": 0, "top": 0, "right": 50, "bottom": 20}
 
 
-def test_names_that_no_file_can_have_are_reported_in_one_line(here, images):
-    long = "x" * 300
-    code, _, reported = here("explain", long, "--model", "demo")
-    assert code in (1, 2) and "error: " in reported and long in reported
-    code, _, reported = here("explain", images[0], "--model", "demo", "-o", f"{long}.png")
-    assert code in (1, 2) and "File name too long" in reported
-
-
 def test_json_names_what_is_no_text_by_escapes(here, images, tmp_path):
     odd = os.fsdecode(b"caf\xe9 \xc2\x9b31m \xe2\x80\xae.png")
     (tmp_path / odd).write_bytes(images[0].read_bytes())

@@ -1,7 +1,6 @@
 """`vitflow read` as a user meets it: words in the terminal, pages, images, JSON, and errors that say what to do."""
 
 import json
-import pickle
 import re
 import shutil
 import sys
@@ -65,33 +64,6 @@ def read(*arguments, env=None):
 
 
 TEXT = "the key to the cabinets is here"
-
-
-def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_path):
-    """Every word of it is a command to the terminal, or turns the direction of writing."""
-    words = [*WORDS[:5], *(f"\x1b]0;{word}\x07\x9b31m\u202e\u200f\x7f" for word in WORDS[5:])]
-    model = GPT2LMHeadModel.from_pretrained(decoder)
-    folder = keep(model, tmp_path / "crafted\x9b\u202e", "[CLS] $A", words)
-    text = " ".join(words[5:9])
-    for arguments in (
-        (text,),
-        (text, "--method", "gae"),
-        ("--prompt", text, "--generate", 3, "--token", words[7]),
-        (text, "--token", words[12]),
-        (text, "--method", "gae", "--target", f"{words[5]} {words[6]}"),
-    ):
-        done = read(*arguments, "--model", folder, env={"FORCE_COLOR": "0"})
-        assert not isinstance(done.exception, Exception), done.exception
-        for shown in (done.stdout, done.stderr):
-            assert printable(shown, lines=True) == shown, arguments
-        record = read(*arguments, "--model", folder, "--json")
-        assert printable(record.stdout, lines=True) == record.stdout
-        if record.exit_code == 0:
-            actual = json.loads(record.stdout)
-            assert text in (actual.get("text"), "".join(actual.get("prompt_tokens", ["", text])[1:]).strip())
-    page = tmp_path / "page.html"
-    assert read(text, "--method", "gae", "--model", folder, "--html", page).exit_code == 0
-    assert printable(page.read_text(encoding="utf-8"), lines=True) == page.read_text(encoding="utf-8")
 
 
 def test_words_of_a_command_line_that_fit_nowhere_are_shown_as_text(monkeypatch, capsys):
@@ -226,11 +198,9 @@ def _without_weights(folder):
 
 DAMAGE = {
     "config of nothing": (lambda place: (place / "config.json").write_text("null"), "as the model, got"),
-    "no model": (lambda place: _set(place, architectures=["pipeline"]), "as the model, got"),
     "no heads": (lambda place: _set(place, num_attention_heads=0), "as the model, got"),
     "cut weights": (lambda place: (place / "model.safetensors").write_bytes(b"\0" * 100), "as the model, got"),
     "pickle": (lambda place: torch.save([_Hostile()], _without_weights(place)), "could run code when loaded"),
-    "plain pickle": (lambda place: _without_weights(place).write_bytes(pickle.dumps(_Hostile())), "could run code"),
     "tokenizer": (lambda place: (place / "tokenizer.json").write_text("null"), "Expected a tokenizer saved"),
 }
 
