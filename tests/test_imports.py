@@ -18,20 +18,18 @@ QUICK = [
     ("methods", 0, ""),
     ("methods flow", 0, ""),
     ("methods rolout", 2, "Did you mean 'rollout'"),
-    ("explain", 2, ""),
     ("nonsense", 2, ""),
     ("explain x.png --discard-ratio much", 2, ""),
-    ("explain x.png --fit stretch", 2, ""),
     ("compare x.png --method rollout:layer=3", 2, "Unknown rollout option 'layer'"),
     ("read --prompt a --model x --target b", 2, "--target"),
     ("evaluate demo:2 --metric roc", 2, "Did you mean 'roc_auc'?"),
     *(
         (f"{command} --method rolout", 2, "Unknown method 'rolout'. Did you mean 'rollout'?")
-        for command in (f"explain {IMAGE}", f"compare {IMAGE}", "evaluate demo:1")
+        for command in (f"explain {IMAGE}", "evaluate demo:1")
     ),
     *(
         (f"{command} --method centre --layers 3", 2, "Unknown centre option 'layers'")
-        for command in (f"explain {IMAGE}", f"compare {IMAGE}", "folder . -o out")
+        for command in (f"compare {IMAGE}", "folder . -o out")
     ),
 ]
 HEAVY = "scipy matplotlib networkx numba pandas jinja2 transformers open_clip captum pytorch_grad_cam ray"
