@@ -191,7 +191,7 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.layers[0], self.named["second"] = nn.ReLU(), nn.Tanh()
-        del self.named["first"]
+        self.named["third"] = nn.Tanh()
         self.attention_type, self.weight = "full", nn.Parameter(torch.zeros(1))
         self.cache["keys"][0] += 1
         self.cache["keys"].append(x)

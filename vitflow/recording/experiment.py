@@ -3,7 +3,7 @@
 The docstring of the package lists the experiments. Results on noise are cached with the weights; see `ModelState`.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from vitflow.recording.isolation import (
 )
 
 # Containers whose changes are undone, and part of the names of those that other threads may change.
-_CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
+_CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, set), "_hooks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,48 +121,43 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         unrecorded(),
         ContiguousNorms(),
     ):
-        kept = [(vars(module), _kept(vars(module))) for module in modules_of(model)]
+        kept = list(_contents(modules_of(model)))
         try:
             yield
         finally:
-            for attributes, before in kept:
-                _restore(attributes, before)
+            for value, before in kept:
+                _restore(value, before)
 
 
-def _kept(value: Any) -> Any:
-    """Return a copy of the contents of a tensor or container, in which modules and parameters are not copied."""
-    if type(value) is Tensor:
-        copied = not value.is_meta and not value.is_quantized and value.layout == torch.strided
-        return value.detach().clone() if copied else None
-    if type(value) not in _CONTAINERS:
-        return None
-    if isinstance(value, dict):
-        return {name: (each, _kept(each)) for name, each in value.items() if _HOOKS not in str(name)}
-    return set(value) if isinstance(value, set) else [(each, _kept(each)) for each in value]
+def _contents(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Yield the attributes of modules, and the containers and tensors in them, with copies of their contents."""
+    seen, waiting = set[int](), [vars(module) for module in modules]
+    while waiting:
+        value: Any = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is Tensor and not value.is_meta and not value.is_quantized and value.layout == torch.strided:
+            yield value, value.detach().clone()
+        elif type(value) in _CONTAINERS:
+            before = value.copy()
+            if isinstance(value, dict):
+                before = {name: each for name, each in before.items() if _HOOKS not in str(name)}
+            yield value, before
+            waiting += before.values() if isinstance(value, dict) else before
 
 
 def _restore(value: Any, before: Any) -> None:
-    """Undo the changes of a tensor or container since `_kept`."""
+    """Undo the changes of a tensor, a dictionary, a set or a list."""
     if isinstance(value, Tensor):
         if not torch.equal(value, before):
             value.resize_(before.shape).copy_(before)
-        return
-    if isinstance(value, set):
-        if value != before:
-            value.clear()
-            value.update(before)
-        return
-    for each, state in before.values() if isinstance(value, dict) else before:
-        if state is not None:
-            _restore(each, state)
-    if isinstance(value, dict):
-        hooks = {name: each for name, each in value.items() if _HOOKS in str(name)}
-        items = {name: each for name, (each, _) in before.items()}
-        if [(name, id(each)) for name, each in value.items() if name not in hooks] != [
-            (name, id(each)) for name, each in items.items()
-        ]:
-            value.clear()
-            value.update(items | hooks)
-    elif list(map(id, value)) != [id(each) for each, _ in before]:
-        value.clear()
-        value.extend(each for each, _ in before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, set):
+        value &= before
+        value |= before
+    else:
+        for name in [name for name in value if name not in before and _HOOKS not in str(name)]:
+            del value[name]
+        value.update(before)
