@@ -89,9 +89,7 @@ RECORDED = {
     "keywords": lambda q, k, v: torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v),
     "a softmax over the queries": lambda q, k, v: (k @ q.mT).softmax(dim=-2).mT @ v,
     "the same, transposed": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(dim=-2)).mT,
-    "torch._softmax": lambda q, k, v: torch._softmax(q @ k.mT, -1, False) @ v,
     "torch.special.softmax": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
-    "torch.ops.aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, scale=1.0),
     "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", (q @ k.mT).softmax(dim=-1), v),
     "einsum of three axes": three_axes_in_einsum,
     "einsum with axes in another order": others_in_einsum,
@@ -104,6 +102,7 @@ RECORDED = {
 
 
 UNSEEN = {
+    "torch.ops.aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, scale=1.0),
     "exp and sum": by_hand,
     "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(dim=-1).exp() @ v,
     "flex_attention": flexible,

@@ -16,14 +16,7 @@ from torch.overrides import TorchFunctionMode
 from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
 from vitflow.recording.attention_kinds import other_attention
 
-_ATEN = torch.ops.aten
-#: The fused functions of attention.
-FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
-_SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax, torch.special.softmax}
-_SOFTMAX |= {_ATEN.softmax, _ATEN._softmax}
-for _functions in (FUSED, _SOFTMAX):  # with their overloads
-    _packets = [function for function in _functions if isinstance(function, torch._ops.OpOverloadPacket)]
-    _functions |= {getattr(packet, name) for packet in _packets for name in packet.overloads()}
+_SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
 _MANY_HEADS = signature(F.multi_head_attention_forward)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
@@ -39,8 +32,8 @@ class Interception(Listener, TorchFunctionMode):
         # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
         self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
         self._within = 0
-        #: True if a softmax over a matrix [tokens, tokens] was seen.
-        self.of_one_image = False
+        #: What was computed in place of attention between tokens, in words.
+        self.others: set[str] = set()
 
     def begin(self) -> None:
         """Enter the mode until `end`; it slows down each torch function."""
@@ -61,9 +54,13 @@ class Interception(Listener, TorchFunctionMode):
 
     def running(self) -> str | None:
         """Return the path of the running module; None if it computes no attention between tokens."""
-        if not self.path or other_attention(self.path[-1][1]) is not None:
+        if not self.path:
             return None
-        return self.path[-1][0]
+        name, module = self.path[-1]
+        if (other := other_attention(module)) is not None:
+            self.others.add(other)
+            return None
+        return name
 
     def leave(self, name: str) -> bool:
         """Remove the running module from the path; False if it is another one, as an earlier hook raised an error.
@@ -82,7 +79,7 @@ class Interception(Listener, TorchFunctionMode):
         # flex_attention compiles itself, and torch 2.8 cannot trace what follows.
         if torch.compiler.is_compiling() or func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
-        if func in FUSED:
+        if func is scaled_dot_product_attention:
             return attend(self, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_with_many_heads(*args, **kwargs)
@@ -125,7 +122,7 @@ class Interception(Listener, TorchFunctionMode):
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""
         if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
-            self.of_one_image = True
+            self.others.add("attention of one image at a time, as matrices [tokens, tokens] that are not recorded")
         if output.ndim < 3 or dim is None:
             return
         query, key = self._factors_of(name, scores)
@@ -242,4 +239,4 @@ def _is_copy(tensor: Tensor, original: Tensor) -> bool:
     return tensor.dtype != original.dtype and torch.equal(tensor, original.to(tensor.dtype))
 
 
-_INTERCEPTED = {*FUSED, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS, torch.einsum}
+_INTERCEPTED = {scaled_dot_product_attention, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS, torch.einsum}

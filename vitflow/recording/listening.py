@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,6 @@ from vitflow.recording.attention_kinds import (
     is_head_by_head,
     is_packed,
     is_pooling,
-    other_attention,
 )
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
@@ -75,16 +75,12 @@ class Listening(Interception):
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
         self.modules = Layers()
+        self._keep_heads = gradients or not (fusions or means)
+        self.begin_pass(Trace())
 
-    def open(self, trace: Trace) -> None:
-        """Record into this trace from now on."""
-        self._opened = trace
-        self._keep_heads = self.gradients or not (self.fusions or self.means)
-        self.begin_pass()
-
-    def begin_pass(self) -> None:
-        """Reset for a new forward pass."""
-        self._trace = self._opened
+    def begin_pass(self, trace: Trace) -> None:
+        """Add the layers of a new forward pass to this trace."""
+        self._trace = trace
         self.path = []
         self.pooling: Tensor | None = None
         self.left_out: Mapping[str, tuple[int, int]] = {}
@@ -95,8 +91,7 @@ class Listening(Interception):
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._left: Counter[str] = Counter()  # modules of parallel layers that have run
-        self._other: set[str] = set()  # descriptions of mixing other than token attention
-        self.of_one_image = False
+        self.others = set()
 
     def end_pass(self) -> None:
         """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
@@ -118,17 +113,10 @@ class Listening(Interception):
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""
-        if not self.path or is_unrecorded():
+        name = None if is_unrecorded() else super().running()
+        if name is None or name in self.left_out or not f"{name}.".startswith(self.within and f"{self.within}."):
             return None
-        name, module = self.path[-1]
-        if self.within and name != self.within and not name.startswith(f"{self.within}."):
-            return None
-        if name in self.left_out:
-            return None
-        other = other_attention(module)
-        if other is not None:
-            self._other.add(other)
-        return None if other is not None else name
+        return name
 
     def on_attention(self, attention: Attention) -> None:
         """Receive the attention of one module."""
@@ -266,25 +254,15 @@ class Listening(Interception):
     def _discard(self, layer: AttentionLayer, tokens: int) -> None:
         """Keep the largest values of a layer, if its prefix tokens are known."""
         [(key, fused)] = layer.fused.items()
-        layout = self._layout_of(tokens)
-        if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
-            layer.prefix = layout.num_prefix_tokens
-            layer.fused = {key: LargestValues.of(fused, self.discard_ratio, layer.prefix)}
-
-    def _layout_of(self, tokens: int) -> TokenLayout | None:
-        try:
-            return None if self.call is None else self.layout or declared_layout(self.call, tokens)
-        except UnsupportedModelError:
-            return None
+        with suppress(UnsupportedModelError):  # of an unknown layout
+            layout = None if self.call is None else self.layout or declared_layout(self.call, tokens)
+            if layout is not None and not layout.num_suffix_tokens and isinstance(fused, Tensor) and fused.is_cpu:
+                layer.prefix = layout.num_prefix_tokens
+                layer.fused = {key: LargestValues.of(fused, self.discard_ratio, layer.prefix)}
 
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
-        if self.of_one_image:
-            return NoAttentionError(
-                f"{type(self.model).__name__} computes attention of one image at a time, as matrices [tokens, tokens], "
-                f"which is not recorded: compute it for the batch, [batch, heads, tokens, tokens]. {OTHER_METHODS}"
-            )
-        instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
+        instead = " and ".join(sorted(self.others)) or "convolution or mixing of another kind"
         remedy = "Use a model with full attention"
         if self.tokens is None:
             remedy += ", such as a timm vit_*, deit_* or dinov2 model; or use input_gradient, sampling or occlusion"

@@ -147,7 +147,7 @@ class record_attention:
             if self._is_open:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
-            self._listening.open(self.trace)
+            self._listening.begin_pass(self.trace)
             self._watched: dict[str, nn.Module] = {}
             self._short_text: Call | None = None  # of a language model
             self._hooks: list[Hook] = []  # of the watched modules
@@ -269,7 +269,7 @@ class record_attention:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace, state = self.trace, ModelState(self._model)
         self._watch_modules(state)
-        self._listening.begin_pass()
+        self._listening.begin_pass(trace)
         trace.begin()
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text

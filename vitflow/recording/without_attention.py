@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.staged_rollout import LayerTokens
-from vitflow.recording.attending import Attention
+from vitflow.recording.attending import Attention, scaled_dot_product_attention
 from vitflow.recording.attention_kinds import may_attend
-from vitflow.recording.interception import FUSED, Interception
+from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.token_codes import first_of_cells
 
@@ -52,7 +52,7 @@ class WithoutAttention(Interception):
         return self._located.get(name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in FUSED and self.running():
+        if func is scaled_dot_product_attention and self.running():
             query, key, value = [*args, *(kwargs or {}).values()][:3]
             return self._identity((*query.shape[:-1], key.shape[-2]), value)
         return super().__torch_function__(func, types, args, kwargs)
