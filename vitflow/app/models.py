@@ -22,13 +22,13 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
 from vitflow.files import is_there
 from vitflow.images.figures import save_figure
+from vitflow.models.devices import default_device
 from vitflow.models.hub import bundled, check_timm_name, is_of_transformers
 from vitflow.models.loading import load_model
 from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.progress import Update, shown_by
-from vitflow.recording.isolation import default_device
 
 #: Bundled models, which know drawn shapes only.
 BUNDLED = ("demo", "demo-text")

@@ -36,8 +36,8 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     """Check and build the explainer that `model_options` and `question_options` describe."""
     check_before_loading(given)
     from vitflow.explaining.explainer import Explainer
+    from vitflow.models.devices import default_device
     from vitflow.models.loading import load_model
-    from vitflow.recording.isolation import default_device
 
     if given["model"] is None:
         say(f"model: {shared.DEFAULT_MODEL} (change with --model)")

@@ -129,7 +129,7 @@ def _checks() -> Iterator[tuple[str, str]]:
         missing = [name for name in names if _installed(name) is None]
         there = ", ".join(f"{name} {_installed(name)}" for name in names)
         yield f"extra {extra}", f"not installed (pip install 'vitflow[{extra}]')" if missing else there
-    from vitflow.recording.isolation import default_device, device_in_words
+    from vitflow.models.devices import default_device, device_in_words
 
     yield "device", device_in_words(default_device())
     yield "demo model", _runs()

@@ -18,10 +18,11 @@ from vitflow.methods.fusion import check_layer
 from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import class_token, forward_options
 from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output, lower_features
+from vitflow.models.devices import refuse_inference_tensors
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
 from vitflow.recording.frozen import attending_blocks, frozen_pass
-from vitflow.recording.isolation import evaluating, refuse_inference_tensors
+from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 

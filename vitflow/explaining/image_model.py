@@ -23,6 +23,7 @@ from vitflow.models.blocks import headless
 from vitflow.models.calls import check_rows, refused_input
 from vitflow.models.classes import ClassNames, check_name_count
 from vitflow.models.data_configs import library_data_config
+from vitflow.models.devices import default_device, move_to
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.info import read_model_info
 from vitflow.models.loading import load_model
@@ -31,7 +32,7 @@ from vitflow.models.outputs import Binding, Outputs, features_of, similarity_out
 from vitflow.models.pairs import Prompts, bind_tower, is_pair, is_prompted_detector, pair_of, refuse_without_prompts
 from vitflow.models.parts import modules_of, refuse_scripted, refuse_volumes, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
-from vitflow.recording.isolation import default_device, evaluating, move_to
+from vitflow.recording.isolation import evaluating, model_lock
 
 # Number of class names shown in a notebook.
 _NAMES_SHOWN = 12
@@ -105,7 +106,8 @@ class ImageModel:
         binding = Binding(unwrap(model), outputs, data_config, class_names, activation, layout, name)
         binding = _bound(binding, outputs)
         self.model, self.regions = binding.model, binding.selects
-        self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
+        with model_lock(self.model):
+            self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
         self.model_info = read_model_info(self.model, **{name: getattr(binding, name) for name in names})
         self.inputs = ModelInputs(self.model_info.preprocessing(fit), self.model_id)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vitflow.models.devices import autocast_kind
 from vitflow.models.parts import ModelState, Result, modules_of, runs_compiled
 from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
-    autocast_kind,
     evaluating,
     hooked,
     recordable_attention,

@@ -14,20 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import UnsupportedModelError
 from vitflow.models.parts import configured, hidden_attention, modules_of
 
-# Settings of timm and transformers for gradient checkpointing, and the calls that switch it off.
-_CHECKPOINTING = (
-    ("grad_checkpointing", "set_grad_checkpointing(False)"),
-    ("gradient_checkpointing", "gradient_checkpointing_disable()"),
-    ("gradient_checkpointing", "activation_checkpointing_disable()"),
-)
-# Devices on which nothing can be explained.
-_UNUSABLE = {
-    "meta": "it computes shapes, but no values.",
-    "mps": "it has no float64, in which readouts and affinities are computed. Use the CPU.",
-}
+# Part of the names of the settings of transformers for attention.
+_SETTING = "attn_implementation"
 _NORMS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
 _guard = threading.Lock()
 _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -51,66 +42,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of the random numbers that a model on a device uses."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
-    """Return whether autocast is enabled on a device, and its type."""
-    kind = autocast_kind(device)
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def autocast_kind(device: torch.device) -> str:
-    """Return the type of a device for autocast, which does not know the meta device."""
-    return "cpu" if device.type == "meta" else device.type
-
-
-def default_device() -> str:
-    """Return "cuda" if there is a GPU that computes float64, or "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_in_words(device: str) -> str:
-    """Describe a device by its name, or by the number of torch threads."""
-    more = torch.cuda.get_device_name() if device == "cuda" else f"threads of torch: {torch.get_num_threads()}"
-    return f"{device} ({more})"
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None = None) -> torch.device:
-    """Move a model under its lock, and convert it to `dtype` if given; return its device.
-
-    Raises OptionError if the device cannot be used, and ModelError if the model has no weights yet.
-    """
-    refuse_without_weights(model)
-    if dtype is not None:
-        with model_lock(model):
-            model.to(dtype)
-    stays, device = device is None, device_of(model) if device is None else device
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        expected = "cpu, cuda, cuda:1 or another name of torch.device"
-        raise OptionError(f"Unknown device {device!r}: expected {expected}.") from error
-    try:
-        if device.type in _UNUSABLE:
-            raise TypeError(_UNUSABLE[device.type])
-        if not stays:
-            with model_lock(model):
-                model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise OptionError(
-            f"The device {str(device)!r} cannot be used, use cpu instead: {str(error).splitlines()[0]}"
-        ) from error
-    return device
 
 
 class _Thread(threading.local):
@@ -221,29 +152,18 @@ def recordable_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     The implementation of each configuration is restored. Models that cannot be switched stay as they are.
     """
-    hidden = [module for module in configured(modules) if hidden_attention(module)]
-    configs = _configs_of([module.config for module in hidden])
-    before = [{name: value for name, value in each.items() if "attn_implementation" in name} for each in configs]
+    modules = configured(modules)
+    hidden = [module for module in modules if hidden_attention(module)]
+    every = {id(module.config): vars(module.config) for module in modules if hasattr(module.config, "__dict__")}
+    before = [(each, {name: value for name, value in each.items() if _SETTING in name}) for each in every.values()]
     try:
         for module in hidden:
             with suppress(Exception):  # of a model that does not support sdpa
                 module.set_attn_implementation("sdpa")  # type: ignore[operator]
         yield
     finally:
-        for config, implementations in zip(configs, before, strict=True):
+        for config, implementations in before:
             config.update(implementations)
-
-
-def _configs_of(configs: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the attributes of configurations of transformers and of those inside them, each once."""
-    attributes: dict[int, dict[str, Any]] = {}
-    waiting = [vars(config) for config in configs]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in attributes:
-            attributes[id(each)] = each
-            waiting += [vars(value) for value in each.values() if hasattr(value, "_attn_implementation")]
-    return list(attributes.values())
 
 
 class ContiguousNorms(TorchFunctionMode):
@@ -270,26 +190,6 @@ def has_running_norms(modules: Iterable[nn.Module]) -> bool:
     return any("running_mean" in module._buffers for module in modules)
 
 
-def refuse_inference_tensors(model: nn.Module) -> None:
-    """Raise ModelError if the weights are inference tensors, which do not support gradients."""
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ModelError(
-            f"The weights of {type(model).__name__} were made under torch.inference_mode() and do not support "
-            "gradients. Build or load the model outside of it; explaining inside is fine."
-        )
-
-
-def refuse_without_weights(model: nn.Module) -> None:
-    """Raise ModelError if weights are uninitialized or on the meta device."""
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        lazy = nn.parameter.is_lazy(weight)
-        if lazy or weight.is_meta:
-            what = "no shape yet: run it on an input" if lazy else "a shape and no values (meta): load its weights"
-            raise ModelError(
-                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what} first."
-            )
-
-
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise UnsupportedModelError if called from a function that `torch.utils.checkpoint` runs."""
     frame: FrameType | None = sys._getframe()
@@ -301,11 +201,8 @@ def refuse_checkpointing(model: nn.Module) -> None:
 
 def checkpointing_error(model: nn.Module) -> UnsupportedModelError:
     """Return the error for a model with gradient checkpointing."""
-    remedy = "Run it without torch.utils.checkpoint while it is explained."
-    for setting, call in _CHECKPOINTING:
-        if hasattr(model, call.partition("(")[0]) and any(vars(module).get(setting) for module in modules_of(model)):
-            remedy = f"Call model.{call} first."
     return UnsupportedModelError(
         f"{type(model).__name__} uses gradient checkpointing, which computes the attention a second time during the "
-        f"backward pass. {remedy}"
+        "backward pass. Switch it off while the model is explained: model.set_grad_checkpointing(False) in timm, "
+        "model.gradient_checkpointing_disable() in transformers, or run it without torch.utils.checkpoint."
     )

@@ -21,6 +21,7 @@ from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
+from vitflow.models.devices import autocast_state
 from vitflow.models.parts import ModelState, check_recordable, modules_of, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.experiment import Call
@@ -28,7 +29,6 @@ from vitflow.recording.head import HeadWatch, known_blocks
 from vitflow.recording.isolation import (
     ContiguousNorms,
     Hook,
-    autocast_state,
     has_running_norms,
     hooked,
     model_lock,

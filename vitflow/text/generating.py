@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from vitflow.analysis.clips import ClipSource
 from vitflow.errors import OptionError, UnsupportedModelError, check_known
 from vitflow.models.calls import reads_text
+from vitflow.models.devices import device_of
 from vitflow.models.hub import bundled, hub_for
 from vitflow.models.names import check_name, model_id, model_note
 from vitflow.models.parts import decoder_path, unwrap
 from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
-from vitflow.recording.isolation import Hook, device_of, evaluating
+from vitflow.recording.isolation import Hook, evaluating
 from vitflow.registry.method_table import Method
 from vitflow.text import languages
 from vitflow.text.generation import Generation

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
 from vitflow.models.calls import reads_cache, refuse_static
+from vitflow.models.devices import device_of
 from vitflow.models.hub import from_pretrained, hub_for, loading
 from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
-from vitflow.recording.isolation import device_of
 from vitflow.text.visibility import is_causal
 
 # Supported generation modes: one token is appended per step.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import method_record
 from vitflow.methods.fusion import check_layer
+from vitflow.models.devices import device_of
 from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
-from vitflow.recording.isolation import device_of
 from vitflow.registry.option_types import TextOptions
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method

@@ -15,8 +15,9 @@ from vitflow.errors import UnsupportedModelError, ValueNormsError
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import joint_steps, relevance, relevance_across
+from vitflow.models.devices import device_of, refuse_inference_tensors
 from vitflow.recording.attention_kinds import refuse_other_layers
-from vitflow.recording.isolation import device_of, evaluating, refuse_inference_tensors
+from vitflow.recording.isolation import evaluating
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace

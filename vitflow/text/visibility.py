@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.models.calls import tensors_in
+from vitflow.models.devices import device_of
 from vitflow.models.parts import ModelState, model_cache, plain_token_ids
 from vitflow.recording.experiment import Call
-from vitflow.recording.isolation import Hook, device_of, hooked
+from vitflow.recording.isolation import Hook, hooked
 
 # The number of tokens of a text (unlikely to be a number of heads), and of those after the word that is changed.
 _LENGTH, _LATER = 11, (0, 4)
