@@ -88,9 +88,9 @@ class NoAttentionError(UnsupportedModelError):
 
 
 def stops_all(error: Exception, fit: str) -> bool:
-    """Return True if an error affects all images; with native sizes, other images may be inside their grids."""
-    outside_grid = (OutsideGridError,) if fit == "native" else ()
-    of_one = (SameClassError, OutsideImageError, NoGradientError, *outside_grid)
+    """Return True if an error affects all images; with native sizes, an image may be refused for its own."""
+    by_size = (OutsideGridError, UnsupportedModelError) if fit == "native" else ()
+    of_one = (SameClassError, OutsideImageError, NoGradientError, *by_size)
     return isinstance(error, OptionError | UnsupportedModelError) and not isinstance(error, of_one)
 
 

@@ -127,26 +127,6 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
             assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
 
 
-@pytest.mark.parametrize("methods", [["gae", "rollout"], ["rollout", "gradcam", "centre"], ["rollout", "centre"]])
-def test_each_of_the_top_classes_has_its_row_whatever_the_order_of_methods(tmp_path, methods):
-    """Methods without classes have one map, of the most probable class."""
-    source = fill(tmp_path / "in", 3)
-    summary = run(source, tmp_path / "out", methods=methods, target="top2")
-    explainer, rows = vitflow.Explainer(tiny_model()), list(summary)
-    with_classes = [method for method in methods if method not in ("rollout", "centre")]
-    for name in ("0.jpg", "1.jpg", "2.jpg"):
-        top = explainer.explain_batch([source / name], methods=["gae"], targets="top2")
-        for rank, expected in enumerate(top if with_classes else top[:1], start=1):
-            [row] = [row for row in rows if (row["input"], row["rank"]) == (name, rank)]
-            assert list(row["outputs"]) == list(row["facts"]) == (methods if rank == 1 else with_classes)
-            assert row["class_index"] == expected.score.index
-            assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
-    listed = sorted(path for row in rows for path in row["outputs"].values())
-    assert listed == sorted(path.name for path in (tmp_path / "out").glob("*.jpg"))
-    shown = report_data(tmp_path / "out")
-    assert len(shown) == len(rows) and all(sorted(image["maps"]) == sorted(methods) for image in shown)
-
-
 def test_no_two_inputs_claim_one_output(tmp_path):
     source = tmp_path / "in"
     source.mkdir()

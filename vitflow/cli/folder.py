@@ -31,9 +31,8 @@ class _Source(click.Path):
 @click.argument("sources", nargs=-1, required=True, metavar="IN…", type=_Source(path_type=Path))
 @shared.model_options
 @shared.class_option(
-    metavar="NAME|INDEX|top3",
-    help="Class to explain, INDEX from 0; top3: a row and a map for each of the three most probable classes or "
-    "detections.  [default: the predicted class]",
+    metavar="NAME|INDEX",
+    help="Class to explain, INDEX from 0.  [default: the predicted class]",
 )
 @shared.against_option
 @shared.question_options

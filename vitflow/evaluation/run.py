@@ -328,7 +328,7 @@ class _Run:
             cases.append(
                 Case(self.explainer, self.protocol, name, image, truth, self.groups[name], self.grids.get(name))
             )
-        for case, result in zip(cases, batches.each(cases, with_maps, self.protocol.methods), strict=True):
+        for case, result in zip(cases, batches.each(cases, with_maps), strict=True):
             maps: dict[str, Any] = {}
             try:
                 row = result if isinstance(result, Exception) else measure(result)

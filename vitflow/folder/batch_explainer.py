@@ -87,7 +87,7 @@ class BatchExplainer:
 
     @property
     def labels(self) -> list[str]:
-        """The labels of the maps: the methods, numbered if one is requested twice; with a target "top3", three each."""
+        """The labels of the maps: the methods, numbered if one is requested twice."""
         return self._job.labels
 
     def __getstate__(self) -> dict[str, Any]:

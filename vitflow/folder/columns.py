@@ -13,7 +13,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -62,7 +62,6 @@ _COLUMNS = {
     "value": ("number", _SCORE),
     "predicted_index": ("whole", f"{_SCORE} results"),
     "top": ("json", ""),
-    "ranks": ("json", ""),
     "model": ("text", "manifest"),
     "weights_sha256": ("text", "manifest"),
     "methods": ("json", "manifest"),
@@ -112,29 +111,6 @@ def printable_name(name: str) -> str:
     'caf\\\\xe9.jpg'
     """
     return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-# -- several targets of an image
-
-
-def rank_label(label: str, rank: int) -> str:
-    """Return the label of a method's map of the target with this rank, from 1."""
-    return f"{label}-top{rank}"
-
-
-def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
-    """Yield a row and maps for each target of an image, in order; the row itself if it has a single target."""
-
-    def of(rank: int, values: Mapping[str, Any] | None) -> dict[str, Any]:
-        ending = rank_label("", rank)
-        return {label.removesuffix(ending): each for label, each in (values or {}).items() if label.endswith(ending)}
-
-    targets = row.get("ranks") or ()
-    for rank, score in enumerate(targets, start=1):
-        nested = {name: of(rank, row.get(name)) for name in ("outputs", "facts")}
-        yield row | score | nested | {"rank": rank}, of(rank, maps)
-    if not targets:
-        yield row, maps
 
 
 # -- maps in half precision
@@ -215,10 +191,9 @@ def write_manifest(
     """Write the manifest of a run atomically, remove the one in another format, and return its path.
 
     The rows are in the order of the inputs, with their maps for "parquet+grids". `common` has values that are the same
-    in every row; those without a column are whole numbers.
+    in every row.
     """
     kinds = {**kinds_in("manifest")}
-    kinds |= {name: "whole" for name in common if name not in kinds}
     suffix, _, grids = format.partition("+")
     if grids:
         kinds["placement"] = "json"

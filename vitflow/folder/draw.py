@@ -168,7 +168,7 @@ def draw_run(
                 pixels = read_photograph(row, source)
                 paths = []
                 for label in maps:
-                    if label not in labels and label.rpartition("-top")[0] not in labels:
+                    if label not in labels:
                         continue
                     placement = placement_of(row["placement"], label)
                     saliency = Saliency(
@@ -177,7 +177,7 @@ def draw_run(
                         pixels,
                         row["input"],
                         settings["model"],
-                        settings["methods"].get(label, label),
+                        settings["methods"][label],
                         {},
                     )
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
-from vitflow.folder.columns import Row, by_rank, placement_of
+from vitflow.folder.columns import Row, placement_of
 from vitflow.folder.draw import explained, open_run, read_photograph
 from vitflow.models.classes import class_index
 from vitflow.registry.method_table import get_method, is_signed
@@ -115,8 +115,8 @@ def report_run(output: str | os.PathLike[str], *, labels: str | os.PathLike[str]
                 failures.append(row)
         truth = None if labels is None else Labels.read(labels, list(predicted), names)
 
-        def images() -> Iterator[list[Row]]:
-            """Yield the rows of each explained image, one for each target, with photograph and maps."""
+        def images() -> Iterator[Row]:
+            """Yield the row of each explained image, with photograph and maps."""
             for row, maps in explained(saved, None):
                 placed = [(placement_of(row["placement"], label), grid.shape) for label, grid in maps.items()]
                 shown: Row = {**placed_grids(placed or [(placement_of(row["placement"]), (1, 1))]), "photograph": None}
@@ -126,11 +126,7 @@ def report_run(output: str | os.PathLike[str], *, labels: str | os.PathLike[str]
                     shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
                 except (VitflowError, OSError) as error:
                     shown["no_photograph"] = printable(str(error))
-                rows = [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
-                # Methods without classes have one map, which each target shows.
-                yield [
-                    each | {name: rows[0][name] | each[name] for name in ("grids", "facts", "outputs")} for each in rows
-                ]
+                yield row | shown | {"grids": maps}
 
         described = {label: _described(run, label) for label in run["methods"]}
         compared = None if truth is None else truth.in_words(predicted)

@@ -16,7 +16,7 @@ from torch import nn
 from vitflow.errors import VitflowWarning, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.folder.columns import by_rank, check_manifest, write_manifest
+from vitflow.folder.columns import check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, check_drawing, show_run
 from vitflow.folder.pipeline import Pipeline
@@ -27,7 +27,6 @@ from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
-from vitflow.models.classes import is_several
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 
@@ -66,10 +65,9 @@ class FolderSummary:
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield each input's row, or one for each of its targets, read lazily."""
+        """Yield each input's row, read lazily."""
         with SavedRun(self.output) as run:
-            for row in itertools.islice(run.rows(), self.total):
-                yield from (each for each, _ in by_rank(row, {}))
+            yield from itertools.islice(run.rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the images that failed."""
@@ -105,7 +103,7 @@ def explain_folder(
     """Explain every image of a folder; another run with the same options resumes and updates changed images.
 
     Overlays are written to the output folder as `name-method.jpg`, in the folder structure of the inputs, alongside a
-    manifest (one row per input and target) and `run.json`. `run.sqlite` contains every row and the grid of every map:
+    manifest (one row per input) and `run.json`. `run.sqlite` contains every row and the grid of every map:
     `read_grids` reads them, `draw_run` and `vitflow report` draw them without the model. An image that cannot be read
     or explained gets a row with an error; the run continues, and the next run retries the image.
 
@@ -116,8 +114,7 @@ def explain_folder(
         model: a model id (see `load_model`), a module, an Explainer, or a function that creates an Explainer.
         methods: names, or (name, options) pairs; by default gae with a target or an explainer of prompts, reference
             images or a function, otherwise rollout.
-        target: class that class-specific methods explain; by default each image's predicted class. With "top3", the
-            three most probable classes or detections of each image have a row each.
+        target: class that class-specific methods explain; by default each image's predicted class.
         recursive: include subfolders.
         glob: read the files whose name or path relative to the source matches this pattern, with any suffix.
         limit: process the first images only.
@@ -204,10 +201,9 @@ def _finish(
     """Write the manifest, the report and run.json; `kept` is the number of inputs that earlier runs explained."""
     totals, fingerprint = run.finish(), run.fingerprint
     common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
-    common |= {"methods": list(fingerprint["methods"])} | ({"rank": 1} if is_several(fingerprint["target"]) else {})
+    common |= {"methods": list(fingerprint["methods"])}
     with finishing(run.folder):
-        pairs = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
-        rows = (each for row, maps in pairs for each in by_rank(row, maps))
+        rows = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
         table = write_manifest(run.folder, rows, common, format=manifest)
         page = report_run(run.folder) if report else None
         seconds, explained = time.time() - started, totals["explained"] - kept

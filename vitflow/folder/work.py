@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +24,11 @@ from vitflow.explaining.targets import (
     resolve_targets,
 )
 from vitflow.files import in_file_name
-from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
+from vitflow.folder.columns import Row, failed_row, placement_row
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.models.classes import is_several, top_count
-from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, has_targets
+from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
 from vitflow.registry.method_table import is_slow
 
 T = TypeVar("T")
@@ -50,23 +48,8 @@ class Batches:
     def __init__(self, explainer: Explainer, size: int) -> None:
         self.explainer = explainer
         self.fits = size
-        self._refuses: bool | None = None
 
-    def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
-        """Return True if every image would raise this error; for native sizes, a grey image of the model's is tried."""
-        if not stops_all(error, self.explainer.fit) or self.explainer.fit != "native":
-            return stops_all(error, self.explainer.fit)
-        if self._refuses is None:
-            try:
-                self.explainer.explain_batch([self.explainer.inputs.grey()], methods=methods)
-                self._refuses = False
-            except Exception as probe_error:
-                self._refuses = stops_all(probe_error, self.explainer.fit)
-        return self._refuses
-
-    def each(
-        self, images: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
-    ) -> Iterator[R | Exception]:
+    def each(self, images: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> Iterator[R | Exception]:
         """Yield the result of `work` for each image in order, or the image's error.
 
         If memory runs out, the batch size is halved, in later calls as well. After any other error, the rest of this
@@ -78,7 +61,7 @@ class Batches:
             try:
                 results: Sequence[R | Exception] = work(members)
             except Exception as error:
-                if self.stops_all(error, methods):
+                if stops_all(error, self.explainer.fit):
                     raise
                 # The traceback references the tensors that did not fit.
                 results = [error.with_traceback(None)]
@@ -97,8 +80,8 @@ class Batches:
 class Job:
     """The methods, target and drawing options of a run.
 
-    The label of a method is its name, numbered if it is requested twice. A target of "top3" stands for the three most
-    probable classes, and None for each image's predicted class.
+    The label of a method is its name, numbered if it is requested twice; a target of None is each image's predicted
+    class.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -108,16 +91,9 @@ class Job:
     overlays: bool = True
 
     @property
-    def ranks(self) -> int:
-        """The maximal number of classes or detections of an image; 0 for a single target."""
-        return (top_count(self.target) or 0) if is_several(self.target) else 0
-
-    @property
     def labels(self) -> list[str]:
-        """The labels of an image's maps: for several targets, one for each rank."""
-        labels = [method.label for method in self.methods]
-        ranks = range(1, self.ranks + 1)
-        return [rank_label(label, rank) for label in labels for rank in ranks] if self.ranks else labels
+        """The labels of an image's maps."""
+        return [method.label for method in self.methods]
 
     @property
     def endings(self) -> list[str]:
@@ -142,8 +118,8 @@ def make_job(
     check_known("format", format, OVERLAY_FORMATS)
     contrasting = bool(contrasts_among(target))
     one_class = target is None or isinstance(target, int | str)
-    if not (contrasting or one_class):
-        raise OptionError(f"Expected one class for all images, or 'top3', got {target!r}.")
+    if not (contrasting or one_class) or is_several(target):
+        raise OptionError(f"Expected one class for all images, got {target!r}: explain_batch takes several.")
     chosen = check_methods(methods, options, has_target=has_target or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
@@ -210,34 +186,18 @@ def compute_maps(batches: Batches, images: Sequence[Decoded], job: Job) -> list[
         started = time.perf_counter()
         arrays = [image.image for image in members if image.image is not None]
         names = [printable(image.row["input"]) for image in members]
-        explain_batch = partial(batches.explainer.explain_batch, methods=job.methods, targets=job.target)
-        if batches.explainer.regions is None:
-            flat = explain_batch(arrays, names=names)
-            each = len(flat) // len(arrays)
-            by_image = [flat[start : start + each] for start in range(0, len(flat), each)]
-        else:  # the number of detections depends on the image
-            by_image = [explain_batch([array], names=[name]) for array, name in zip(arrays, names, strict=True)]
+        maps = batches.explainer.explain_batch(arrays, methods=job.methods, targets=job.target, names=names)
         seconds = round((time.perf_counter() - started) / len(arrays), 4)
-        labelled = [_labelled(maps, job) for maps in by_image]
+        each = len(job.methods)
+        starts = range(0, len(maps), each)
+        labelled = [dict(zip(job.labels, maps[start : start + each], strict=True)) for start in starts]
         return [
-            (image.row | explained_row(maps, job) | {"seconds": seconds}, maps)
-            for image, maps in zip(members, labelled, strict=True)
+            (image.row | explained_row(by_label) | {"seconds": seconds}, by_label)
+            for image, by_label in zip(members, labelled, strict=True)
         ]
 
-    results = batches.each([image for image in images if image.image is not None], explain, job.methods)
+    results = batches.each([image for image in images if image.image is not None], explain)
     return [(image.row, {}) if image.image is None else _row_or_error(image, next(results)) for image in images]
-
-
-def _labelled(maps: Sequence[Saliency], job: Job) -> SaliencyMaps:
-    """Return the maps of an image, in the order of methods and targets, by label."""
-    if not job.ranks:
-        return dict(zip(job.labels, maps, strict=True))
-    by_method = groupby(maps, key=lambda saliency: (saliency.method, saliency.options))
-    return {
-        rank_label(chosen.label, rank): saliency
-        for chosen, (_, group) in zip(job.methods, by_method, strict=True)
-        for rank, saliency in enumerate(group, start=1)
-    }
 
 
 def _row_or_error(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) -> tuple[Row, SaliencyMaps]:
@@ -249,19 +209,15 @@ def _row_or_error(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) 
     return failed_row(image.row, result, message), {}
 
 
-def explained_row(maps: SaliencyMaps, job: Job) -> Row:
+def explained_row(maps: SaliencyMaps) -> Row:
     """Return the columns that an image's maps determine: status, score, facts, and the placement of the maps."""
     first = next(iter(maps.values()))
     facts = {label: dict(saliency.facts) for label, saliency in maps.items()}
-    # Maps of methods without classes exist for the first target only.
-    by_rank = [[maps.get(rank_label(method.label, rank)) for method in job.methods] for rank in range(1, job.ranks + 1)]
-    ranks = [_score_columns(next(filter(None, of_rank))) for of_rank in by_rank if any(of_rank)]
     return {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
         **_score_columns(first),
-        **({"ranks": ranks} if ranks else {}),
         "facts": json.loads(json.dumps(facts, default=float)),
         "placement": placement_row({label: saliency.placement for label, saliency in maps.items()}),
         "outputs": {},

@@ -26,7 +26,6 @@ from vitflow.text import languages
 from vitflow.text.generation import Generation
 from vitflow.text.languages import default_prompt, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
-from vitflow.text.methods import check_options
 from vitflow.text.prompts import Layout, PromptImages, Video, source_words, tower_rows, with_images, with_source
 from vitflow.text.rows import TextResult, array_of, explain_encoder_decoder, explain_rows
 from vitflow.text.words import Words, words_of
@@ -97,7 +96,6 @@ def explain_generation(
     generate = {key: value for key, value in options.items() if key not in of_method}
     definition, used = text_method(method or (PLAIN if image is None else IMAGE_DEFAULT), of_method)
     used = for_kind(used, decoder=True)
-    check_options(used)
     if not isinstance(model, nn.Module):
         inputs = default_prompt(model) if inputs is None and image is not None else inputs
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)

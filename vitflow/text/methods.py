@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, UnsupportedModelError, check_known, whole_number
+from vitflow.errors import OptionError, UnsupportedModelError, whole_number
 from vitflow.explaining.captions import method_in_words
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
-from vitflow.methods.fusion import HeadFusion, add_residual, check_fraction, check_head_fusion, check_layer, discard_low
+from vitflow.methods.fusion import HeadFusion, add_residual, check_layer, discard_low
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
-from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
+from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention
 from vitflow.models.names import class_count
 from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
@@ -25,15 +25,6 @@ from vitflow.recording.trace import Trace
 from vitflow.text.languages import predicts_words, refuse_not_causal
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.rows import TextTrace
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for values of options that no method for texts accepts, before text is generated."""
-    check_causal(options.get("causal"))
-    check_head_fusion(options.get("head_fusion", "mean"))
-    check_known("below", options.get("below", "none"), ("none", "rollout"))
-    for name in ("discard_ratio", "residual"):
-        check_fraction(name, options.get(name, 0.0))
 
 
 def caption(

@@ -22,7 +22,7 @@ from vitflow.models.parts import unwrap
 from vitflow.registry.option_types import TextOptions
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.methods import caption, check_options
+from vitflow.text.methods import caption
 from vitflow.text.page import TextPage, TextRow
 from vitflow.text.rows import TextResult, array_of, explain_rows
 from vitflow.text.view import ShadedText
@@ -196,7 +196,6 @@ def explain_text(
     with reading(model):
         causal = is_causal(model, words.length)
     used = for_kind(used, decoder=causal)
-    check_options(used)
     started = time.perf_counter()
     selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)

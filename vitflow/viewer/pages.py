@@ -195,7 +195,7 @@ def color_tables(cmap: str | None) -> dict[str, dict[str, list[Any]]]:
 def write_report(
     output: Path,
     run: Mapping[str, Any],
-    images: Iterable[Sequence[Mapping[str, Any]]],
+    images: Iterable[Mapping[str, Any]],
     failures: Sequence[Mapping[str, Any]],
     counts: Mapping[str, int],
     *,
@@ -212,9 +212,9 @@ def write_report(
         output: output folder of the run, which receives the pages.
         run: settings of the run: "root", "model", "methods", "options", "drawing", …, and whether maps of each method
             are "signed".
-        images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
-            reason as "no_photograph"; the "grids" of its maps; their `placed_grids`; and the index of its true class
-            as "truth", or None, if there are labels.
+        images: the row of each explained image, with its "photograph" as JPEG, or None and the reason as
+            "no_photograph"; the "grids" of its maps; their `placed_grids`; and the index of its true class as "truth",
+            or None, if there are labels.
         failures: rows of the first images that failed.
         counts: number of "explained" and "failed" images.
         named: the displayed name of each method, and how its options differ from its publication, as text.
@@ -233,7 +233,7 @@ def write_report(
         "departures": {label: text for label, (_, text) in named.items()},
     }
     for number, name in enumerate(names, start=1):
-        entries = [_entry(row, run, output) for rows in islice(remaining, per_page) for row in rows]
+        entries = [_entry(row, run, output) for row in islice(remaining, per_page)]
         page = make_html(
             "report",
             "report",
@@ -285,7 +285,7 @@ def _classes(row: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
     others = [[name_of(index), value] for index, value in row.get("top") or () if index != row["class_index"]]
     classes: dict[str, Any] = {
-        "prediction": name_of(row.get("predicted_index")) if row.get("rank", 1) == 1 else "",
+        "prediction": name_of(row.get("predicted_index")),
         "others": others[:3],
     }
     if (truth := row.get("truth")) is not None:
