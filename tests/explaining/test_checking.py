@@ -24,7 +24,7 @@ def test_a_plain_model_keeps_every_clause():
     assert answers(checked) == [True] * 5 and not checked.refusal and not any(checked.methods.values())
     [stage] = checked.stages
     assert (stage.first, stage.last, stage.grid, stage.other_tokens, stage.windows) == (1, 2, (4, 4), 1, 1)
-    assert (checked.scheme, checked.first_patch, checked.output_reads) == ("codes", (0, 0, 16, 16), "class token")
+    assert (checked.scheme, checked.first_patch, checked.output_reads) == ("permuted", (0, 0, 16, 16), "class token")
     assert json.loads(json.dumps(checked.to_dict()))["clauses"][3]["holds"] is True
     assert len(str(checked).splitlines()) <= 24 and max(map(len, str(checked).splitlines())) <= 100
 
@@ -37,7 +37,7 @@ def test_stages_and_windows_are_listed_and_flow_is_refused():
     assert {name for name, why in checked.methods.items() if why} == {"flow", "legrad"}
 
 
-def test_a_fault_that_halves_miss_is_refused_by_codes_and_in_later_maps():
+def test_two_swapped_tokens_beside_convolutions_are_refused_as_in_maps():
     model, restore = planted("convolutional", swap(3, 9))
     try:
         explainer = vitflow.Explainer(model, data_config=CONFIG)

@@ -190,7 +190,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_parallel_attention_that_is_no_layer_is_refused(kind):
     model = model_of(REFUSED[kind])
-    with pytest.raises(UnsupportedModelError, match="side by side"):
+    with pytest.raises(UnsupportedModelError, match="does not read the result"):
         maps(model, torch.rand(2, 3, 64, 64) - 0.5, *METHODS[0])
 
 

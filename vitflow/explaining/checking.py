@@ -14,7 +14,7 @@ from torch import nn
 from vitflow.errors import NoGradientError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining.explainer import Explainer
 from vitflow.methods.staged_rollout import LayerTokens
-from vitflow.recording.certificate import CLAUSES, Certificate, Refusal, certify
+from vitflow.recording.certificate import CLAUSES, Certificate, Refusal
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import BASELINES, list_methods
@@ -69,7 +69,7 @@ class ModelCheck:
         input_size: height and width of the model input.
         refusal: why rollout does not apply; empty if it does.
         clauses: the clauses of the contract.
-        scheme: how the tokens of blocks were followed, "codes"; empty if the model did not run on noise.
+        scheme: how the tokens of blocks were followed, "permuted" or "codes"; empty if the model did not run on noise.
         stages: layers with the same tokens.
         first_patch: (top, left, bottom, right) of the first patch in pixels of the model input, if measured.
         output_reads: tokens that the output is computed from.
@@ -134,8 +134,8 @@ def check(
 ) -> ModelCheck:
     """Check whether a model keeps the contract of attention rollout, and which methods apply to it.
 
-    The model runs on noise, and its tokens are followed exactly from block to block. If that refuses what a quicker run
-    passed before, later maps of this model are refused, too. Docs, "How it works inside", has the five clauses.
+    The model runs on noise, and its tokens are followed from block to block, as before a model's first map. Docs, "How
+    it works inside", has the five clauses.
 
     Args:
         model: a model id (see `load_model`), a module, or an `Explainer`.
@@ -182,24 +182,16 @@ def _why_not(explainer: Explainer, method: str) -> str:
 
 
 def _recorded(explainer: Explainer) -> tuple[Trace | None, str, str]:
-    """Return a pass that was certified exactly, or None; why rollout is refused; and why values cannot be weighted."""
+    """Return a recorded pass or None, why rollout is refused, and why values cannot be weighted."""
     image, unweighted = explainer.inputs.two_images()[0], ""
-
-    def record() -> Trace:
-        return explainer.record(image, head_fusion="mean", value_weighted=not unweighted)
-
     try:
         try:
-            trace = record()
+            trace = explainer.record(image, head_fusion="mean", value_weighted=True)
         except ValueNormsError as error:
             unweighted = str(error.args[0])
-            trace = record()
+            trace = explainer.record(image, head_fusion="mean")
     except UnsupportedModelError as error:
         return None, str(error), unweighted
-    if trace.certificate is not None and trace.call is not None:
-        exact = certify(trace.call, trace.layers, trace.names, exact=True)
-        if exact is not trace.certificate:
-            trace = record()  # refused, or located, by that certificate
     return trace, trace.refusal or "", unweighted
 
 

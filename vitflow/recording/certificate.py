@@ -5,7 +5,7 @@ is computed from the pixels, and `followed_tokens` what each token is computed f
 result holds for every image.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +18,13 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.parts import modules_of
-from vitflow.recording.attention_kinds import arrangement
 from vitflow.recording.coded_tokens import CodedRun
 from vitflow.recording.experiment import Call
 from vitflow.recording.followed_tokens import Fault, FollowedRun, PermutedRun, Undecided
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import AttentionLayer, ModuleAttention, stack_of
+from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.parallel import layers_of_image
-from vitflow.recording.token_codes import code_bits, random_halves, striped_codes
-from vitflow.recording.without_attention import WithoutAttention
+from vitflow.recording.token_codes import code_bits
 
 #: Clauses of the contract by number.
 CLAUSES = {
@@ -57,7 +55,7 @@ class Certificate:
     """Result of the runs on noise.
 
     Attributes:
-        scheme: "permuted", "halves" or "codes", or empty if the model did not run on noise.
+        scheme: "permuted" or "codes", or empty if the model did not run on noise.
         faults: violations of the contract, first one first.
         lost: tokens that are constants at the input of a block, bool [tokens], by the index of its call.
         calls: paths of the blocks in the order of their calls.
@@ -91,63 +89,36 @@ def _sentence(model: nn.Module, fault: Fault, effect: str) -> Refusal:
     return Refusal(words, fault.clause)
 
 
-def certify(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], *, exact: bool = False) -> Certificate:
+def certify(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> Certificate:
     """Return the certificate of a model, cached with its state.
 
     Args:
         layers: located layers.
         names: paths of all recorded attention modules in the order of their calls.
-        exact: read the code of each token, instead of halves, where two images do not decide; the result replaces that
-            of halves.
     """
     located = {layer.name: layer.located for layer in layers if layer.located is not None}
     names = [name for name in names if name in located]
-    key = (certify, *names, call.size)
-    known: Certificate | None = call.cache.get(key)
-    if known is None or (exact and known.scheme != "codes"):
-        known = call.cache[key] = _measure(call, located, names, exact)
-    return known
+    return call.cached((certify, *names, call.size), lambda: _measure(call, located, names))
 
 
 def certify_features(call: Call, layout: TokenLayout | None) -> Certificate | None:
     """Return the certificate of a model whose attention was not recorded; None if it has none that can be located."""
 
     def surveyed() -> tuple[list[AttentionLayer], list[str]]:
-        survey = _Survey(call.model)
-        with suppress(Exception), call.experiment(survey.hooks()), survey:
-            call(call.noise(1))
-        modules, every = layers_of_image(call), list[AttentionLayer]()
-        for layer in survey.layers:
-            name = modules.layer(layer.name)[0]
-            if name == layer.name or all(each.name != name for each in every):
-                every.append(replace(layer, name=name))
-        names = [layer.name for layer in every]
-        above = decoder_stacks(every, 1) if names else set()
+        zero, every = call.pixels.new_zeros(()), list[AttentionLayer]()
+        for name, shape in layers_of_image(call).shapes.items():
+            every.append(AttentionLayer(name, fused={("mean", False): zero.expand(shape)}))
+        above = decoder_stacks(every, 1)
         layers = [layer for layer in every if stack_of(layer.name) not in above]
         with suppress(UnsupportedModelError):
             noise = call.noise(1)
             one = replace(call, args=(noise,), kwargs={}, pixels=noise)
             located, _ = find_tokens(one, layers, layout) if layers else ([], None)
-            return located, names
+            return located, [layer.name for layer in every]
         return [], []
 
     located, names = call.cached((certify_features, call.size, layout), surveyed)
     return certify(call, located, names) if located else None
-
-
-class _Survey(WithoutAttention):
-    """Collects the attention modules of a run, with the shapes of their attention."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.layers: list[AttentionLayer] = []
-
-    def _identity(self, shape: Sequence[int], value: Tensor) -> Tensor:
-        name, module = self.path[-1]
-        example = value.new_zeros(()).expand(tuple(shape))
-        arrange = arrangement(module, example, 1)
-        self.layers.append(AttentionLayer(name, (ModuleAttention(example, arrange),)))
-        return super()._identity(shape, value)
 
 
 def blocks_of(call: Call, names: Sequence[str]) -> list[str]:
@@ -166,54 +137,34 @@ def set_passed(call: Call, certificate: Certificate, layers: Sequence[AttentionL
         layers[first].passed = ~lost.to(layers[first].example.device).expand(len(call.pixels), -1)
 
 
-def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str], exact: bool) -> Certificate:
+def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str]) -> Certificate:
     if call.pixels.is_meta or not located:
         return Certificate("", error="nothing to run")
     blocks = dict(zip(names, blocks_of(call, names), strict=True))
     rough = any("quantized" in type(module).__module__ for module in modules_of(call.model))
-    layouts = {layout for each in located.values() for layout in (each.queries, each.keys)}
-    plain = len(layouts) == 1 and all(each.dense for each in located.values())
-    if not exact:
-        run = PermutedRun(call, located, blocks, rough=rough)
-        with suppress(Undecided):
-            error = _error_of(run)
-            return _certificate("permuted", run) if error is None else Certificate("", error=error)
-    ordered = any(each.windows == 1 and _is_reordered(each.key_index) for each in located.values())
-    exact = exact or plain or ordered
-    runs = [] if exact else [("halves", random_halves, 6)]
-    for scheme, codebook, bits in (*runs, ("codes", striped_codes, max(map(code_bits, layouts)))):
-        make = partial(CodedRun, call, located, blocks, codebook=codebook, rough=rough)
-        coded = make(bits=bits)
-        if (error := _error_of(coded)) is None and scheme == "codes" and coded.needed > bits:
-            bits = coded.needed
-            coded = make(bits=bits)
-            error = _error_of(coded)
-        if error is not None:
-            return Certificate("", error=error)
-        for reading in range(1, coded.readings if coded.faults else 1):
-            other = make(bits=bits, reading=reading)
-            if _error_of(other) is None and not other.faults:
-                coded = other
-                break
-        if not coded.faults:
-            break
-    return replace(_certificate(scheme, coded), lost=coded.lost)
-
-
-def _is_reordered(index: Tensor | None) -> bool:
-    """Return True if the keys [windows, keys] of a window are in another order than their tokens."""
-    return index is not None and bool((index[index >= 0].diff() < 0).any())
-
-
-def _error_of(run: FollowedRun) -> str | None:
-    """Run a model; return what it raised."""
     try:
-        run.run()
-    except Undecided:
-        raise
+        with suppress(Undecided):
+            run = PermutedRun(call, located, blocks, rough=rough)
+            run.run()
+            return _certificate("permuted", run)
+        coded = _coded(partial(CodedRun, call, located, blocks, rough=rough), located.values())
+        return replace(_certificate("codes", coded), lost=coded.lost)
     except Exception as error:  # the model may reject noise
-        return f"{type(error).__name__}: {error}"
-    return None
+        return Certificate("", error=f"{type(error).__name__}: {error}")
+
+
+def _coded(make: Callable[..., CodedRun], located: Iterable[LayerTokens]) -> CodedRun:
+    """Return a run with enough bits, and with a reading of ambiguous axes by which there is no fault, or the first."""
+    bits = max(code_bits(layout) for each in located for layout in (each.queries, each.keys))
+    runs = list[CodedRun]()
+    while not runs or (runs[-1].faults and len(runs) < runs[0].readings):
+        run = make(bits=bits, reading=len(runs))
+        run.run()
+        if run.needed > bits:
+            bits = run.needed
+        else:
+            runs.append(run)
+    return runs[0] if runs[-1].faults else runs[-1]
 
 
 def _certificate(scheme: str, run: FollowedRun) -> Certificate:

@@ -4,7 +4,7 @@ Tokens get new codes at the input of a block unless they still have exactly thei
 in squeeze-and-excitation and group norms, are those of the first image in every image: they may scale tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from vitflow.recording.token_codes import (
     expected_codes,
     judge,
     seen_codes,
+    striped_codes,
     window_reading,
 )
 from vitflow.recording.value_dependence import BY_SHAPE, function_name, mark_of
@@ -37,8 +38,6 @@ _SCALING |= {f"__{name}__" for name in ("mul", "rmul", "imul", "truediv", "itrue
 _STATISTICS = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "std": 1, "std_mean": 1, "var": 1, "var_mean": 1}
 _STATISTICS |= {"norm": 2, "linalg_vector_norm": 2}
 _TO_ONE = {f"adaptive_{kind}_pool{axes}d" for kind in ("avg", "max") for axes in (1, 2)}
-
-Codebook = Callable[[TokenLayout, torch.Generator, int], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +87,6 @@ class CodedRun(FollowedRun):
     """Run of 1 + bits images.
 
     Args:
-        codebook: makes the codes of the tokens of a layout.
         bits: number of bits of all codes.
         reading: which reading of a tensor is preferred, if its axes are ambiguous.
 
@@ -104,7 +102,6 @@ class CodedRun(FollowedRun):
         located: Mapping[str, LayerTokens],
         blocks: Mapping[str, str],
         *,
-        codebook: Codebook,
         bits: int,
         reading: int = 0,
         rough: bool = False,
@@ -113,7 +110,7 @@ class CodedRun(FollowedRun):
         super().__init__(call, located, blocks, rough=rough)
         self.lost: dict[int, Tensor] = {}
         self.readings, self.needed = 1, bits
-        self._codebook, self._reading = codebook, reading
+        self._reading = reading
         self._random = torch.Generator().manual_seed(2)
         self._stacks: dict[str, _Stack] = {}
         self._returned: dict[str, tuple[str, int]] = {}  # constants among the tokens that a block returned, by stack
@@ -194,7 +191,7 @@ class CodedRun(FollowedRun):
                 self._stacks[name] = stack
                 return None
         self.needed = max(self.needed, code_bits(reading.layout))
-        codes = self._codebook(reading.layout, self._random, self.images - 1)
+        codes = striped_codes(reading.layout, self._random, self.images - 1)
         known = stack if stack is not None and stack.layout == reading.layout else None
         in_order = known is not None and known.in_order
         order = None if known is None else known.order

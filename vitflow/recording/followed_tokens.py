@@ -93,7 +93,7 @@ class FollowedRun(WithoutAttention):
         self._finished: set[str] = set()
         self._blocks: list[Block] = []
         self._suspected: list[Fault] = []
-        self._before: dict[str, int] = {}  # index of the last call of a block, by stack
+        self._attended: list[tuple[str, int]] = []  # layers in the order of their runs, and the number of block calls
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -151,15 +151,9 @@ class FollowedRun(WithoutAttention):
     def _begin_block(self, path: str, given: Sequence[Tensor]) -> None:
         self._confirm_suspected()
         index = len(self.calls)
-        stack, bits = self.stack_of(path), mark_of(given)
-        before = self._before.get(stack) if self._names[path] else None
-        if not bits & 1:
+        if not mark_of(given) & 1:
             self.fault(path, "gets an input that was computed by code that cannot be followed", 1, moves=True)
-        elif before is not None and not bits >> (before + 1) & 1 and path not in self.calls:
-            self.fault(path, f"does not read the output of {self.calls[before]}", 2, moves=True)
         self.calls.append(path)
-        if self._names[path]:
-            self._before[stack] = index
         self._blocks.append(Block(path, index))
 
     def _end_block(self, path: str, output: Any) -> None:
@@ -168,7 +162,7 @@ class FollowedRun(WithoutAttention):
         block = self._blocks[-1]
         if not mark_of(tensors) & 1:
             self.fault(path, "returns an output that was computed by code that cannot be followed", 1, moves=True)
-        self.values.mark(tensors, 1 << (block.index + 1))
+        self.values.mark(tensors, 1)
         if block.entered:
             self.read_output(path, tensors)
         elif self._names[path]:
@@ -279,10 +273,23 @@ class FollowedRun(WithoutAttention):
 
     def read(self, name: str, module: nn.Module, value: Tensor, tokens: LayerTokens) -> None:
         """Read the values of a module."""
+        self._follow_order(name)
         if self._blocks and self._blocks[-1].entered:
             with torch._C.DisableTorchFunction():
                 arrange = arrangement(module, value, self.images)
                 self.read_values(name, value if arrange is None else arrange(value), tokens)
+
+    def _follow_order(self, name: str) -> None:
+        """Note a fault if a layer is not computed from the result of the layer before."""
+        layer = next(path for path in self._located if f"{name}.".startswith(f"{path}.")), len(self.calls)
+        numbers = [number for number, (other, _) in enumerate(self._attended, 1) if stack_of(other) == stack_of(name)]
+        if not self._attended or self._attended[-1] != layer:
+            if numbers and not self.values.bits >> numbers[-1] & 1:
+                again = "runs several times, and " if any(layer[0] == other for other, _ in self._attended) else ""
+                what = f"{again}does not read the result of {self._attended[numbers[-1] - 1][0]}"
+                self.fault(layer[0], what, 2, moves=False)
+            self._attended.append(layer)
+        self.values.bits |= 1 << len(self._attended)
 
     def read_values(self, name: str, values: Tensor, tokens: LayerTokens) -> None:
         """Read the values that a module attends to, [images · windows, heads, keys, width]."""
@@ -307,32 +314,44 @@ class Undecided(Exception):
 class PermutedRun(FollowedRun):
     """Run of two images, for layers with the same tokens; or raises Undecided.
 
-    If patches are merged in cells, these are moved, and a third image has the tokens of each stage in any order.
+    If patches are merged to those of a next stage, their cells are moved, and a third image has the tokens of the
+    current stage in any order.
     """
 
     def run(self) -> None:
         """Run the model on noise; its exceptions are raised."""
-        self._layouts_of_run = {each for tokens in self._located.values() for each in (tokens.queries, tokens.keys)}
-        self.images = 2 if len(self._layouts_of_run) == 1 else 3
-        self._coarse = min(self._layouts_of_run, key=lambda layout: layout.num_tokens)
-        self._order = random_order(self._coarse.num_tokens, torch.Generator().manual_seed(1))
+        layouts = {layout for tokens in self._located.values() for layout in (tokens.queries, tokens.keys)}
+        self._stages = sorted(layouts, key=lambda layout: -layout.num_tokens)
+        self.images = min(3, 1 + len(layouts))
+        self._random = torch.Generator().manual_seed(1)
         self._stage: TokenLayout | None = None
+        self._orders: list[tuple[TokenLayout, Tensor]] = []  # moved cells, and their order, of images 1 …
         super().run()
         if self.unchecked:
             raise Undecided
 
     def layouts_before(self, block: str) -> Sequence[TokenLayout]:
         """Return the layouts that tokens may have after the first block began."""
-        return tuple(self._layouts_of_run) if self._stage else ()
+        return self._stages if self._stage else ()
 
-    def _orders(self, reading: Reading) -> list[Tensor]:
-        """Return the origins of the tokens of the second image and, in the current stage, of the third."""
-        layout = reading.layout
-        if (order := order_of_cells(self._order, self._coarse, layout)) is None:
+    def _begin_stage(self, tensor: Tensor, reading: Reading) -> Tensor:
+        """Return the tokens in new orders: of the cells of the next stage, and of all tokens."""
+        self._stage = reading.layout
+        coarser = [each for each in self._stages if each.num_tokens < reading.layout.num_tokens]
+        moved = [*coarser[:1], reading.layout, reading.layout][: self.images - 1]
+        self._orders = [(cells, random_order(cells.num_tokens, self._random)) for cells in moved]
+        tokens = reading.arrange(tensor).clone()
+        for image, order in enumerate(self._origins(reading.layout), start=1):
+            tokens[image] = tokens[0, order.to(tokens.device)]
+        return reading.restore(tokens)
+
+    def _origins(self, layout: TokenLayout) -> list[Tensor]:
+        """Return the origins of the tokens of images 1 …, if they are known for a layout."""
+        known = self._orders if layout == self._stage else self._orders[:1]
+        origins = [order_of_cells(order, cells, layout) for cells, order in known]
+        if any(each is None for each in origins):
             raise Undecided
-        if self.images == 2 or layout != self._stage:
-            return [order]
-        return [order, random_order(layout.num_tokens, torch.Generator().manual_seed(3))]
+        return [each for each in origins if each is not None]
 
     def _check(self, tensor: Tensor, reading: Reading) -> None:
         tokens = reading.arrange(tensor)
@@ -340,25 +359,18 @@ class PermutedRun(FollowedRun):
             places = torch.full((reading.layout.num_tokens,), -1, device="cpu")
             places[reading.index[reading.index >= 0]] = (reading.index >= 0).nonzero().flatten()
             tokens = tokens[:, places.to(tokens.device)]
-        for image, order in enumerate(self._orders(reading), start=1):
+        for image, order in enumerate(self._origins(reading.layout), start=1):
             if not follows_order(tokens[[0, image]], order, rough=self._rough):
                 raise Undecided
 
     def read_input(self, block: Block, fitting: Sequence[tuple[Tensor, Reading]]) -> Tensor | None:
         """Check the order of the tokens of the other images; give them another one at the first block of a stage."""
         tensor, reading = fitting[0]
-        begins, same = self._stage is None, reading.layout == self._stage
-        if len(fitting) > 1 or not (same or reading.index is None):
+        if len(fitting) > 1 or not (reading.layout == self._stage or reading.index is None):
             raise Undecided
-        if not begins:
+        if self._stage is not None:
             self._check(tensor, reading)
-        if same:
-            return None
-        self._stage, tokens = reading.layout, reading.arrange(tensor).clone()
-        for image, order in enumerate(self._orders(reading), start=1):
-            if begins or image == 2:
-                tokens[image] = tokens[0, order.to(tokens.device)]
-        return reading.restore(tokens)
+        return None if reading.layout == self._stage else self._begin_stage(tensor, reading)
 
     def read_output(self, path: str, tensors: Sequence[Tensor]) -> None:
         """Check the output of a block."""

@@ -24,7 +24,7 @@ from vitflow.recording.attention_kinds import arrangement, is_head_by_head, is_p
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook
-from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stack_of, stream_of
+from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stream_of
 
 # The number of tokens of the text on which a language model runs.
 _LENGTH = 11
@@ -55,38 +55,27 @@ class Layers:
 
     Attributes:
         joined: path of the layer of each module that has others in parallel, and the number of modules of that layer.
-        order: each layer in the order of the pass: path, bits of its attentions, and of those that it reads.
         serial: modules that compute attention from their own attention.
         by_head: layers of which each image has several attentions, such as one for each head.
+        shapes: of the attention of each layer on one image, [windows, queries, keys].
     """
 
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    order: Sequence[tuple[str, int, int]] = ()
     serial: Collection[str] = ()
     by_head: Collection[str] = ()
+    shapes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def layer(self, module: str) -> tuple[str, int]:
         """Return the path of the layer of a module, and the number of its modules."""
         return self.joined.get(module, (module, 1))
 
     def refusal(self, model: nn.Module, names: Sequence[str]) -> str | None:
-        """Return why these layers are no sequence, of which each reads the tokens of the one below, or None."""
-        kind = type(model).__name__
+        """Return why some of these layers cannot be joined from their heads, or None."""
         for block in block_paths_of(model, names):
             if block in self.by_head and isinstance(model.get_submodule(block), nn.ModuleList | nn.ModuleDict):
                 return (
-                    f"{kind} computes each head of {block} in another module, but has no module around these that "
-                    f"returns their result. {OTHER_METHODS}"
-                )
-        kept, ran = [layer for layer in self.order if layer[0] in names], set[str]()
-        for (below, number, _), (above, _, sources) in pairwise(kept):
-            ran.add(below)
-            if stack_of(below) == stack_of(above) and sources & number != number:
-                if above in ran:
-                    return f"{kind} computes its output by several runs of its blocks. {OTHER_METHODS}"
-                return (
-                    f"{kind} computes the attention of {below} and {above} side by side, but not from the same tokens, "
-                    f"or without joining their results before the next layer. {OTHER_METHODS}"
+                    f"{type(model).__name__} computes each head of {block} in another module, but has no module around "
+                    f"these that returns their result. {OTHER_METHODS}"
                 )
         return None
 
@@ -196,23 +185,22 @@ def _layers(attended: Sequence[_Attended], model: nn.Module) -> Layers:
         and not is_head_by_head(model.get_submodule(above.name))
     }
     joined, by_head = dict[str, tuple[str, int]](), {group[0].name for group in groups if len(group) > 1}
-    order: list[tuple[str, int, int]] = []
     for group in groups:
         runs, number = {each.run for each in group}, sum(each.number for each in group)
         if len(runs) == 1:
-            order.append((group[0].name, number, group[0].sources or 0))
             continue
         # Modules that some later attention reads without the others are streams of their own.
         apart = any(0 != (each.sources or 0) & number != number for each in attended)
         path = _path_of(group, attended)
         entries = {each.name: (path, len(runs)) for each in group}
         if apart or any(joined.get(name, entry) != entry for name, entry in entries.items()):
-            order += [(each.name, each.number, each.sources or 0) for each in group]
             continue
         joined |= entries
         by_head.add(path)
-        order.append((path, number, group[0].sources or 0))
-    return Layers(joined, order, serial, by_head)
+    shapes = dict[str, tuple[int, int, int]]()
+    for each in attended:
+        shapes.setdefault(joined.get(each.name, (each.name, 1))[0], each.shape)
+    return Layers(joined, serial, by_head, shapes)
 
 
 def _path_of(group: Sequence[_Attended], attended: Sequence[_Attended]) -> str:

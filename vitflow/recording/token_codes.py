@@ -85,18 +85,6 @@ def window_reading(value: Tensor, tokens: LayerTokens, images: int, *, heads: bo
     return Reading(layout, arrange, restore, places)
 
 
-def random_halves(layout: TokenLayout, random: torch.Generator, bits: int = 6) -> Tensor:
-    """Return masks [bits, tokens]: a random half, rows and columns in stripes, then their complements.
-
-    Further random halves follow if more bits are requested.
-    """
-    chosen = torch.rand(bits // 2, layout.num_tokens, generator=random, device="cpu") < 0.5
-    patch = torch.arange(layout.num_patches, device="cpu")
-    for stripe, line in enumerate((patch // layout.cols, patch % layout.cols), start=1):
-        chosen[stripe, layout.patches] = line % 2 == 0
-    return torch.cat([chosen, ~chosen])
-
-
 def striped_codes(layout: TokenLayout, random: torch.Generator, bits: int) -> Tensor:
     """Return codes [bits, tokens] that differ for all tokens: Gray codes of row and column, and one bit for patches.
 

@@ -32,16 +32,20 @@ _SORTING = {"sort", "topk", "argsort", "msort", "kthvalue", "unique", "nonzero",
 class ValueDependence(TorchFunctionMode):
     """Function mode that follows the pixels of a run and notes what is chosen by their values.
 
-    Each followed tensor has a mark: bit 0 for the pixels, and a bit for each block call whose output it is computed
-    from. It has to be the innermost mode of the run.
+    Each followed tensor has a mark: bit 0 for the pixels, and a bit for each attention that it is computed from. It has
+    to be the innermost mode of the run.
 
     Args:
         choose: called with a description of each use of values.
+
+    Attributes:
+        bits: mark of the operands of the running function, and of its result.
     """
 
     def __init__(self, choose: Callable[[str], None]) -> None:
         super().__init__()
         self._choose = choose
+        self.bits = 0
 
     def mark(self, tensors: Iterable[Tensor], bits: int) -> None:
         """Add bits to the marks of tensors."""
@@ -65,11 +69,12 @@ class ValueDependence(TorchFunctionMode):
             bits, marked = mark_of(operands[:1]), [each for each in operands[:1] if mark_of([each])]
         if (how := _choice(name, args, kwargs, marked)) is not None:
             self._choose(how)
+        self.bits = bits
         output = func(*args, **kwargs)
         changed = operands[:1] if name == "__setitem__" else []
         for result in (*tensors_in(output), *changed):
             step = _is_step(name, result, marked)
-            result._followed = bits  # type: ignore[attr-defined]
+            result._followed = self.bits  # type: ignore[attr-defined]
             result._step = step  # type: ignore[attr-defined]
         return output
 
