@@ -154,17 +154,25 @@ def _measure(call: Call, located: Mapping[str, LayerTokens], names: Sequence[str
 
 
 def _coded(make: Callable[..., CodedRun], located: Iterable[LayerTokens]) -> CodedRun:
-    """Return a run with enough bits, and with a reading of ambiguous axes by which there is no fault, or the first."""
+    """Return the first run of codes without a fault, or the first of all.
+
+    Axes that are ambiguous may be read in several ways, and residuals around blocks require two groups of images.
+    """
     bits = max(code_bits(layout) for each in located for layout in (each.queries, each.keys))
-    runs = list[CodedRun]()
-    while not runs or (runs[-1].faults and len(runs) < runs[0].readings):
-        run = make(bits=bits, reading=len(runs))
-        run.run()
-        if run.needed > bits:
-            bits = run.needed
-        else:
-            runs.append(run)
-    return runs[0] if runs[-1].faults else runs[-1]
+    first: CodedRun | None = None
+    for groups in (1, 2):
+        reading = 0
+        while reading < (1 if first is None else first.readings):
+            run = make(bits=bits, groups=groups, reading=reading)
+            run.run()
+            if run.needed > bits:
+                bits = run.needed
+                continue
+            if not run.faults:
+                return run
+            first, reading = first or run, reading + 1
+    assert first is not None
+    return first
 
 
 def _certificate(scheme: str, run: FollowedRun) -> Certificate:

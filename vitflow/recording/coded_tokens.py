@@ -46,6 +46,7 @@ class _Stack:
 
     Attributes:
         codes: [bits, tokens], in the order of the tokens.
+        group: images with these codes.
         reach: of convolutions and pooling since the codes were given.
         merging: further reach of those that returned a coarser grid, such as the keys of some attention.
         order: place of each patch among the tokens of a sequence, if they are not in raster order.
@@ -54,6 +55,7 @@ class _Stack:
 
     layout: TokenLayout
     codes: Tensor
+    group: slice
     reach: tuple[float, float] = (0.0, 0.0)
     merging: tuple[float, float] = (0.0, 0.0)
     order: Tensor | None = None
@@ -84,10 +86,12 @@ class _Stack:
 
 
 class CodedRun(FollowedRun):
-    """Run of 1 + bits images.
+    """Run of 1 + groups · bits images.
 
     Args:
         bits: number of bits of all codes.
+        groups: groups of images that have new codes in turn, so that a residual around blocks whose tokens get new ones
+            does not bring the codes before.
         reading: which reading of a tensor is preferred, if its axes are ambiguous.
 
     Attributes:
@@ -103,13 +107,14 @@ class CodedRun(FollowedRun):
         blocks: Mapping[str, str],
         *,
         bits: int,
+        groups: int = 1,
         reading: int = 0,
         rough: bool = False,
     ) -> None:
-        self.images = 1 + bits
+        self.images = 1 + groups * bits
         super().__init__(call, located, blocks, rough=rough)
         self.lost: dict[int, Tensor] = {}
-        self.readings, self.needed = 1, bits
+        self.readings, self.needed, self._bits, self._coded = 1, bits, bits, 0
         self._reading = reading
         self._random = torch.Generator().manual_seed(2)
         self._stacks: dict[str, _Stack] = {}
@@ -134,7 +139,11 @@ class CodedRun(FollowedRun):
     def _judge(self, stack: _Stack, tensor: Tensor, reading: Reading) -> Verdict:
         codes = stack.codes_of(reading)
         expected = expected_codes(codes, stack.layout, reading.layout, stack.reach_to(reading.layout)).at(reading.index)
-        return judge(seen_codes(reading.arrange(tensor), rough=self._rough), expected)
+        return judge(self._seen(stack, tensor, reading), expected)
+
+    def _seen(self, stack: _Stack, tensor: Tensor, reading: Reading) -> Tensor:
+        tokens = reading.arrange(tensor)
+        return seen_codes(torch.cat([tokens[:1], tokens[stack.group]]), rough=self._rough)
 
     def _best(self, stack: _Stack, fitting: Sequence[tuple[Tensor, Reading]]) -> tuple[Verdict, Tensor, Reading]:
         """Return the reading with the fewest wrong tokens, and with the most exact ones."""
@@ -191,15 +200,24 @@ class CodedRun(FollowedRun):
                 self._stacks[name] = stack
                 return None
         self.needed = max(self.needed, code_bits(reading.layout))
-        codes = striped_codes(reading.layout, self._random, self.images - 1)
+        codes, group = striped_codes(reading.layout, self._random, self._bits), self._next_group()
         known = stack if stack is not None and stack.layout == reading.layout else None
         in_order = known is not None and known.in_order
         order = None if known is None else known.order
-        self._stacks[name] = stack = _Stack(reading.layout, codes, order=order, in_order=in_order)
+        self._stacks[name] = stack = _Stack(reading.layout, codes, group, order=order, in_order=in_order)
         codes = stack.codes_of(reading)
         if reading.index is not None:
             codes = codes[:, reading.index.clamp_min(0)] & (reading.index >= 0)
-        return reading.restore(coded(reading.arrange(tensor), codes, self._random))
+        tokens = reading.arrange(tensor)
+        replaced = tokens[:1].expand_as(tokens).clone()
+        replaced[group] = coded(tokens[:1], codes, self._random)
+        return reading.restore(replaced)
+
+    def _next_group(self) -> slice:
+        """Return the images that get the next codes."""
+        first = 1 + self._coded % ((self.images - 1) // self._bits) * self._bits
+        self._coded += 1
+        return slice(first, first + self._bits)
 
     def read_output(self, path: str, tensors: Sequence[Tensor]) -> None:
         """Judge the output of a block."""
@@ -234,8 +252,7 @@ class CodedRun(FollowedRun):
         verdict = self._judge(stack, values, reading)
         index = reading.index if stack.order is None and reading.layout == stack.layout else None
         if verdict.reordered.any() and index is not None and not stack.in_order:
-            seen = seen_codes(reading.arrange(values), rough=self._rough)
-            stack.order = _read_order(seen, stack.codes, index)
+            stack.order = _read_order(self._seen(stack, values, reading), stack.codes, index)
             verdict = self._judge(stack, values, reading)
         elif index is not None:
             stack.in_order = True

@@ -115,7 +115,7 @@ def attending_blocks(trace: Trace) -> list[str]:
     """
     model, names, call = trace.model, trace.names, trace.call
     if not names and call is not None:  # recorded without attention
-        names = [path for path, *_ in layers_of_image(call).order]
+        names = list(layers_of_image(call).shapes)
     declared = block_paths(model) if not names or refusal_of(model, names) is not None else []
     blocks = declared or list(dict.fromkeys(block_paths_of(model, names)))
     if not blocks:

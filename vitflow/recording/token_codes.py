@@ -116,13 +116,11 @@ def _gray(number: Tensor) -> Tensor:
     return number ^ (number >> 1)
 
 
-def coded(tokens: Tensor, codes: Tensor, random: torch.Generator) -> Tensor:
-    """Return tokens [images, places, channels] of which images 1 … are the first with the coded places changed."""
-    first = tokens[:1]
+def coded(first: Tensor, codes: Tensor, random: torch.Generator) -> Tensor:
+    """Return tokens [bits, places, channels] that are `first`, [1, places, channels], but for the coded places."""
     size = (2 * first.double().square().mean().sqrt()).clamp_min(_LEAST)
     noise = torch.randn(first.shape, generator=random, device="cpu").to(first.device) * size.float()
-    changed = first + noise.to(first.dtype)
-    return torch.cat([first, torch.where(codes.to(first.device)[..., None], changed, first)])
+    return torch.where(codes.to(first.device)[..., None], first + noise.to(first.dtype), first)
 
 
 def seen_codes(tokens: Tensor, *, rough: bool) -> Tensor:
