@@ -5,12 +5,10 @@ import re
 import pytest
 
 ACCEPTED = """
-import torch
 import vitflow
 from vitflow.registry.method_table import Method
 
 vitflow.explain("cat.jpg", model="demo", method="rollout", head_fusion="max", discard_ratio=0.9, patch=(3, 7))
-vitflow.explain("cat.jpg", model="demo", method="random", random_seed=torch.Generator())
 mine: Method = vitflow.register_method("mine", lambda trace: trace)
 vitflow.explain("cat.jpg", model="demo", method=("mine", {"strength": 3}))
 vitflow.Explainer("demo").explain_batch(["cat.jpg"], methods=["gae", ("rollout", {"residual": 0.3})], refine=1)

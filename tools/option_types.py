@@ -23,10 +23,7 @@ Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
-
-if TYPE_CHECKING:
-    from torch import Generator
+from typing import Any, Literal, TypedDict
 '''
 
 

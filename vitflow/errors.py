@@ -7,10 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from operator import index
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 #: Remedy for models whose attention gives no map.
 OTHER_METHODS = "Use sampling, occlusion or input_gradient."
@@ -175,16 +172,3 @@ def whole_number(name: str, value: object, least: int | None = None, most: int |
         kind = " to be a whole number" if number is None else ""
         raise OptionError(f"Expected {name}{kind}{bounds}, got {value!r}.")
     return number
-
-
-def checked_seed(seed: "int | torch.Generator", name: str = "random_seed") -> int:
-    """Return a seed as an int from 0: that of a `torch.Generator` is drawn from it, which advances it.
-
-    >>> checked_seed(5)
-    5
-    """
-    if not isinstance(seed, int) and hasattr(seed, "initial_seed"):
-        import torch
-
-        seed = int(torch.randint(2**31, (), generator=seed, device=seed.device))
-    return whole_number(name, seed, 0)

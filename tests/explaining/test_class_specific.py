@@ -13,7 +13,6 @@ from tests import literal_vit
 from vitflow import Explainer, compare
 from vitflow.errors import ModelError, OptionError
 from vitflow.methods.cells import centre_prior, random_map
-from vitflow.methods.sampling import draw_masks
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method, get_method, register_method
 
@@ -246,20 +245,6 @@ def test_random_maps_are_an_images_and_the_same_every_time():
     assert abs(np.corrcoef(many[:200].ravel(), many[200:].ravel())[0, 1]) < 0.03
     with pytest.raises(OptionError, match="random_seed of at least 0"):
         kept.explain(IMAGES[0], method="random", random_seed=-1)
-
-
-def test_a_seed_drawn_from_a_generator_is_recorded_and_repeats_the_maps():
-    kept, generator, twin = explainer(), torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
-    seeds = torch.randint(2**31, (3,), generator=twin).tolist()
-    methods = [("sampling", {"masks": 8}), "random", ("consensus", {"masks": 8})]
-    for seed in seeds[:2]:  # one draw for each call, which advances the generator
-        actual = kept.explain_batch(IMAGES[:1], methods=methods, targets=1, random_seed=generator)
-        expected = kept.explain_batch(IMAGES[:1], methods=methods, targets=1, random_seed=seed)
-        assert [saliency.options["random_seed"] for saliency in actual] == [seed] * 3
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(one.grid, other.grid)
-    [drawn, again] = [draw_masks(4, 4, masks=8, seed=each) for each in (generator, seeds[2])]
-    assert (drawn == again).all()
 
 
 def test_the_centre_prior_is_its_formula():

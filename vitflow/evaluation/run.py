@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from vitflow.analysis.removal import REPLACEMENTS, can_drop_tokens
@@ -19,7 +18,6 @@ from vitflow.errors import (
     VitflowError,
     VitflowWarning,
     check_known,
-    checked_seed,
     stops_all,
     whole_number,
 )
@@ -78,7 +76,7 @@ def evaluate(
     blurred_control: bool = False,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
-    seed: int | torch.Generator = 0,
+    seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[RunProgress], None] | None = None,
     **options: Unpack[MethodOptions],
@@ -107,7 +105,7 @@ def evaluate(
         blurred_control: also measure each map blurred, as a control for the effect of smoothness.
         sanity_images: number of randomly drawn images for sanity, which takes many forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
-        seed: seed of the random weights and the draw of images, or a generator that it is drawn from.
+        seed: seed of the random weights and the draw of images.
         overwrite: discard the rows of an earlier run in the output folder.
         progress: called after each progress of the run.
         options: options for every method that accepts them.
@@ -144,7 +142,7 @@ def evaluate(
         groups=tuple(groups),
         replace=replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank"),
         points=points,
-        seed=checked_seed(seed, "seed"),
+        seed=whole_number("seed", seed, 0),
         sanity_images=sanity_images,
         # With "all", methods that run the model again would dominate the time of the sanity checks.
         unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),

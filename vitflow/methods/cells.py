@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, checked_seed, whole_number
+from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.images.geometry import Extent, Span
 
 # Default number of cells on the shorter side, that of a 224-pixel input in 16-pixel patches.
@@ -131,7 +131,7 @@ def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
 
 
-def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int | torch.Generator = 0) -> Tensor:
+def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
     """Random map: a uniform number from [0, 1) for each patch, float32 [batch, rows, cols].
 
     The numbers depend only on the content of the image and the seed: an image has the same map in every run, alone or
@@ -141,7 +141,7 @@ def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int | torch.Genera
     >>> bool((random_map(images, rows=2, cols=3)[1] == random_map(images[1:], rows=2, cols=3)[0]).all())
     True
     """
-    seed, maps = checked_seed(seed), []
+    seed, maps = whole_number("random_seed", seed, 0), []
     for image in pixels.detach().float().cpu():
         generator = np.random.default_rng((seed, zlib.crc32(image.numpy().tobytes())))
         maps.append(torch.from_numpy(generator.random((rows, cols), dtype=np.float32)))

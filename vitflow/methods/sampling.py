@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, checked_seed, whole_number
+from vitflow.errors import OptionError, ShapeError, whole_number
 
 #: Noise λ of maps: larger than the estimated noise, since smoother maps localise better.
 SMOOTHING = 6.0
@@ -29,7 +29,7 @@ def draw_masks(
     masks: int,
     keep: float = 0.3,
     cells: int = 7,
-    seed: int | torch.Generator = 0,
+    seed: int = 0,
     affinity: Tensor | None = None,
 ) -> Tensor:
     """Random masks, each of which keeps the same number of patches, in coherent regions.
@@ -46,7 +46,7 @@ def draw_masks(
         masks: number of masks, at least 2.
         keep: share of the patches that stays: at least one patch, and not all.
         cells: numbers per side of the field, at least 2; more cells give smaller regions.
-        seed: seed of the random numbers, or a generator that a seed is drawn from.
+        seed: seed of the random numbers.
         affinity: A, similarity of the patches, [patches, k]; only the direction of each row matters.
 
     Returns:
@@ -62,7 +62,7 @@ def draw_masks(
     tensor([3, 3, 3, 3])
     """
     masks, cells = whole_number("masks", masks, 2), whole_number("cells", cells, 2)
-    patches, seed = rows * cols, checked_seed(seed)
+    patches, seed = rows * cols, whole_number("random_seed", seed, 0)
     if not isinstance(keep, int | float) or not 0.0 < keep < 1.0 or not 1 <= round(keep * patches) < patches:
         raise OptionError(
             f"Expected keep as a share of the {rows} × {cols} patches that leaves one of them at least and not all, "

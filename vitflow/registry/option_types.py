@@ -4,10 +4,7 @@ Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
-
-if TYPE_CHECKING:
-    from torch import Generator
+from typing import Any, Literal, TypedDict
 
 
 class LayerMapOptions(TypedDict, total=False):
@@ -25,7 +22,7 @@ class LayerMapOptions(TypedDict, total=False):
     pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | None
-    random_seed: "int | Generator | None"
+    random_seed: int | None
     sigma: float | None
     layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None

@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args
+from typing import Any, Literal, get_args
 
-from vitflow.errors import OptionError, check_known, checked_seed, whole_number
+from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS, UNSEEN
-
-if TYPE_CHECKING:
-    from torch import Generator
 
 #: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
 #: methods for texts; drawing: of overlays and figures.
@@ -49,7 +46,7 @@ class Option:
     scope: Scope = "method"
     default: Any = None
     default_help: str = ""
-    limits: tuple[int, int] | None = None
+    limits: tuple[int, int | None] | None = None
     droppable: bool = False
     selects_layers: bool = False
     phrase: Callable[[Any], str] | None = None
@@ -96,8 +93,6 @@ class Option:
         word = self.kind is int and bool(self.choices) and isinstance(value, str)
         if word or (self.kind == "choice" and value is not None):  # None: the default depends on the model
             check_known(self.name.replace("_", " "), value, self.choices)
-        if self.name == "random_seed":
-            return checked_seed(value)
         return whole_number(self.name, value, *self.limits) if self.kind is int and self.limits else value
 
     @property
@@ -105,8 +100,6 @@ class Option:
         """Type of a value; None stands for the method's default."""
         if self.kind == "choice":
             return Literal[self.choices] | None
-        if self.name == "random_seed":
-            return Union[int, "Generator", None]
         switch = ("on", "off") if self.kind is bool else ()
         return (self.kind | Literal[(*switch, *self.choices)] if self.choices else self.kind) | None
 
@@ -228,7 +221,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "random_seed",
             int,
-            "Seed of the random map, or of the masks; in Python also a torch.Generator.",
+            "Seed of the random map, or of the masks.",
+            limits=(0, None),
             metavar="N≥0",
         ),
         Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),

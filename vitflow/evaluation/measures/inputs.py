@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, checked_seed
+from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.evaluation.statistics import Difference, paired_differences
 
 #: Label of the images all replaced at once.
@@ -63,7 +63,7 @@ def blank_inputs(
     score: Callable[[dict[str, Tensor]], Tensor],
     images: Mapping[str, Tensor],
     *,
-    random_seed: int | torch.Generator = 0,
+    random_seed: int = 0,
 ) -> InputScores:
     """Compute the score of a model with each of its images replaced by its mean colour, and with all of them.
 
@@ -74,8 +74,7 @@ def blank_inputs(
         score: maps images by name to the score of each observation, [observations]: runs the model, in eval mode, and
             selects what is asked about, such as the logit of a class or a component of an action.
         images: each [observations, channels, height, width], or with further axes before the channels.
-        random_seed: seed of torch's random numbers in each run, for models that draw some; or a generator that it is
-            drawn from.
+        random_seed: seed of torch's random numbers in each run, for models that draw some.
 
     Raises:
         OptionError: no image.
@@ -99,7 +98,7 @@ def blank_inputs(
         colour = colour if image.is_floating_point() else colour.round()
         mean[name] = colour.to(image.dtype).expand_as(image)
     count, devices = next(iter(shapes.values()))[0], {image.device for image in images.values() if image.is_cuda}
-    seed = checked_seed(random_seed)
+    seed = whole_number("random_seed", random_seed, 0)
 
     def run(given: Mapping[str, Tensor]) -> NDArray[np.float64]:
         with torch.no_grad(), torch.random.fork_rng(devices):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, check_known, checked_seed
+from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, check_known, whole_number
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
@@ -34,7 +34,7 @@ def cascading_randomisation(
     maps: Sequence[Saliency],
     *,
     stages: Sequence[str] | None = None,
-    seed: int | torch.Generator = 0,
+    seed: int = 0,
 ) -> list[tuple[str, list[float | None]]]:
     """Correlate each map with the map by the same method of the same model with randomised weights.
 
@@ -52,7 +52,7 @@ def cascading_randomisation(
         explainer: the explainer that made the maps.
         maps: maps of one image for one target, by any methods.
         stages: names from `stage_names`; by default all, from the head to the whole model.
-        seed: seed of the weights, which do not depend on the chosen stages; or a generator that it is drawn from.
+        seed: seed of the weights, which do not depend on the chosen stages.
 
     Returns:
         For each stage, from the top of the network, its name and ρ for each map, in order; None if a map is constant.
@@ -111,13 +111,11 @@ def stage_names(model: nn.Module) -> list[str]:
     return [name for name, _ in _stages(model)]
 
 
-def randomised_copies(
-    explainer: Explainer, stages: Sequence[str], *, seed: int | torch.Generator = 0
-) -> Iterator[tuple[str, Explainer]]:
+def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
     """Yield the explainer with a model randomised down to each stage in turn, in one copy that all stages share."""
     with torch.inference_mode(False):
         randomised = explainer.with_model(copy.deepcopy(explainer.model))
-    all_stages, seed = _stages(randomised.model), checked_seed(seed, "seed")
+    all_stages, seed = _stages(randomised.model), whole_number("seed", seed, 0)
     last = max((index for index, (name, _) in enumerate(all_stages) if name in stages), default=-1)
     for index, (name, modules) in enumerate(all_stages[: last + 1]):
         with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
