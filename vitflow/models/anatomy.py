@@ -167,9 +167,9 @@ def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: i
     height, width = input_size
     transformer: Any = transformer_of(model)
     owner = next((module for module in modules_of(transformer) if class_tokens(module)), transformer)
-    for prefix in (getattr(transformer, "num_prefix_tokens", None), _prefix_tokens(owner), class_tokens(owner), 0):
-        patches = num_tokens - prefix if isinstance(prefix, int) else 0
-        if patches < 1:
+    declared: Any = getattr(transformer, "num_prefix_tokens", None) or 0
+    for prefix in (declared, _prefix_tokens(owner), class_tokens(owner), 0):
+        if (patches := num_tokens - prefix) < 1:
             continue
         side = (height * width / patches) ** 0.5  # of a square patch, in pixels
         for rows in {max(1, int(height / side)), int(height / side) + 1}:

@@ -1,6 +1,6 @@
 """Attention flow: maximum flow from the output to each input token, with attention as capacities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
-from vitflow.methods.flow.solver import Progress, max_flow
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, fuse_heads
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
@@ -86,7 +85,7 @@ def attention_flow(
     causal: Causal | None = None,
     attention_mask: Tensor | None = None,
     visible: Sequence[Tensor] | Tensor | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> FlowResult:
     """Attention flow: the maximum flow from the source to each input token through the layers.
 
@@ -119,6 +118,8 @@ def attention_flow(
     >>> attention_flow([layer, layer], residual=0.0).values  # two layers: Σ_i min(Â_2[0, i], Â_1[i, j])
     tensor([[0.5000, 1.0000]], dtype=torch.float64)
     """
+    from vitflow.methods.flow.solver import max_flow  # imports numba, for a second
+
     check_head_fusion(head_fusion)
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)

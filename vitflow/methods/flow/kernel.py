@@ -17,15 +17,24 @@ a function, but not in another file that it calls.
 Source: E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power estimation", 1970.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+
+
+def compiled(function: Function) -> Function:
+    """Compile on the first call, without the GIL, and cache the machine code on disk if possible."""
+    try:
+        return cast(Function, njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # no writable cache folder
+        return cast(Function, njit(nogil=True)(function))
 
 
 class Graph(NamedTuple):
