@@ -63,28 +63,6 @@ def test_masks_stand_next_to_their_images(folder, place):
     assert images["dog.jpg"].regions is None
 
 
-def test_masks_with_classes(folder):
-    values = np.zeros(SIZE, np.uint8)
-    values[2:10, 3:9], values[12:20, 20:30], values[25:, :] = 1, 2, 255
-    (folder / "masks").mkdir()
-    palette = Image.new("P", SIZE[::-1])
-    palette.putdata(values.ravel().tolist())
-    palette.putpalette([0, 0, 0, 200, 30, 30, 200, 30, 30] + [9] * 759)  # two indices of one colour
-    palette.save(folder / "masks" / "cat.png")
-    (folder / "masks" / "classes.txt").write_text("tabby\ntiger cat\n")
-    regions = by_name(open_dataset(folder))["cat.jpg"].regions
-    assert [(region.label, region.unknown) for region in regions] == [
-        ("tabby", False),
-        ("tiger cat", False),
-        (None, True),
-    ]
-    assert (regions[1].mask(SIZE) == (values == 2)).all()
-    question = choose_target(by_name(open_dataset(folder))["cat.jpg"], 3, ["tabby", "tiger cat", "lion"])
-    assert question.target == 1  # it covers more pixels
-    assert (question.region == (values == 2)).all()
-    assert (question.unknown == (values == 255)).all()
-
-
 def test_classes_alone(folder):
     (folder / "labels.csv").write_text("file,label_index,label\ncat.jpg,281,tabby\ntwo birds.png,,hen\n")
     dataset = open_dataset(folder)
@@ -256,7 +234,6 @@ def test_annotations_that_are_not_read_are_mentioned(folder, place):
     target.write_text("")
     [note] = open_dataset(folder / "images").notes
     assert f"1 {target.suffix[1:].upper()} file" in note and "COCO" in note
-    (folder / "images" / "classes.txt").write_text("")
     assert open_dataset([folder / "dog.jpg"]).notes == ()
 
 
@@ -303,15 +280,6 @@ def test_faults_are_errors_that_name_their_file_or_size(folder, name, content):
     else:
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(VitflowError, match=rf"{name}|file name|\(10, 10\)|\(40, 30\)"):
-        by_name(open_dataset(folder))
-
-
-@pytest.mark.parametrize(("value", "kind"), [(7, "PNG"), (0.5, "TIFF")])
-def test_a_mask_value_without_a_class_is_reported(folder, value, kind):
-    mask = np.full(SIZE, value, np.uint8 if kind == "PNG" else np.float32)
-    Image.fromarray(mask).save(folder / "cat_mask.png", kind)
-    (folder / "classes.txt").write_text("tabby\n")
-    with pytest.raises(ShapeError, match=f"value {value}"):
         by_name(open_dataset(folder))
 
 

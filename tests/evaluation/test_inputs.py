@@ -35,7 +35,6 @@ def test_each_image_is_replaced_by_its_mean_colour():
         estimate = result.drops[name].estimate
         assert (estimate.mean, estimate.low) == pytest.approx((difference.estimate.mean, difference.estimate.low))
         assert result.drops[name].is_clear
-    assert result.to_dict()["drops"]["after"]["mean"] == pytest.approx(expected["after"].mean())
     assert "without before" in str(result)
 
 

@@ -117,15 +117,6 @@ def test_pairs_use_the_images_where_both_are_defined():
     assert (bc.estimate.mean, bc.estimate.count, bc.is_clear) == (3.0, 1, False)
 
 
-def test_a_difference_reversed_is_that_of_the_exchanged_methods():
-    values = np.array([[0.9, 0.5], [0.4, 0.1], [0.7, 0.9], [0.3, 0.3]])
-    [forward], [backward] = paired_differences(["a", "b"], values), paired_differences(["b", "a"], values[:, ::-1])
-    actual = forward.reversed()
-    assert (actual.first, actual.second, actual.above) == ("b", "a", pytest.approx(backward.above))
-    for name in ("mean", "low", "high", "standard_error", "count"):
-        assert getattr(actual.estimate, name) == pytest.approx(getattr(backward.estimate, name))
-
-
 def test_wrong_shapes_are_refused():
     with pytest.raises(ShapeError, match="columns"):
         estimate_means(np.zeros(3))

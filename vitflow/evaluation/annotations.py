@@ -6,7 +6,7 @@ Each returns the regions and the class of one image. Invalid annotations of one 
 import csv
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from vitflow.evaluation.samples import (
 )
 from vitflow.images.reading import read_image, read_mask
 
-_UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 _LONGEST_REASON = 200  # characters of a reason, which may quote the file
 
 Truth = tuple[tuple[Region, ...] | None, Label]
@@ -135,22 +134,11 @@ def read_labels(path: Path) -> dict[str, dict[str, Any]]:
         return {row["file"]: row for row in csv.DictReader(file)}
 
 
-def parse_mask(mask: Path | None, names: Sequence[str], written: Mapping[str, Any], size: Size) -> Truth:
-    """Return the regions of a mask (None without one), whose values from 1 have these names, and the written class."""
+def parse_mask(mask: Path | None, written: Mapping[str, Any], size: Size) -> Truth:
+    """Return the region of a mask (None without one), and the written class."""
     index = written.get("label_index")
     label = as_label(float(index)) if index else written.get("label") or None
-    if mask is None:
-        return None, label
-    values = read_mask(mask, size)
-    if not names:
-        return (Region(label, values > 0),), label
-    regions = []
-    for value in np.unique(values[values > 0]).tolist():
-        unknown = value > len(names) and value == _UNKNOWN
-        if not unknown and (value > len(names) or value != int(value)):
-            raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        regions.append(Region(None if unknown else names[int(value) - 1].strip(), values == value, unknown))
-    return tuple(regions), label
+    return None if mask is None else (Region(label, read_mask(mask, size) > 0),), label
 
 
 def parse_truth(truth: Any, size: Size) -> Truth:

@@ -43,8 +43,7 @@ def open_dataset(
       class name and `label_index` an index, `size` [width, height] is compared with the image, and a box may be
       `{"box": […], "label": …}`. Edges are in pixels of the image as displayed; right and bottom are exclusive.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` next to it, or
-      `masks/NAME.png`. Pixels other than 0 are the region. If there is a file `classes.txt` next to the masks or the
-      images, pixels of value k have the class in its line k, and 255 is unknown.
+      `masks/NAME.png`. Pixels other than 0 are the region.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), optionally with masks: one class per image.
     - A folder for each class, as for torchvision's ImageFolder: the folder's name is the class, or a class index.
     - Any other folder: images without annotations. Pascal VOC's XML and YOLO's text files are not read, and images in
@@ -278,12 +277,6 @@ def _images(
     paths = [path for path in paths if path not in set(masks.values())]
     if not paths:
         raise ImageError(f"Expected at least one image in {name!r}, got none.")
-    folders = dict.fromkeys(path.parent for path in (*masks.values(), *paths))
-    names_file = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
-    try:
-        lines = [] if names_file is None else names_file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"Expected class names in 'classes.txt', one per line, got {error}.") from error
     labels = labels if labels is not None and is_file(labels) else None
     rows = {} if labels is None else read_labels(labels)
     places = [path.absolute() for path in paths]
@@ -294,9 +287,9 @@ def _images(
         mask, label = masks.get(path), (classes or {}).get(path)
         files = (path,) if mask is None else (path, mask)
         entry = rows.get(path.name, {}) if label is None else {"label_index" if label.isdecimal() else "label": label}
-        samples.append(Sample(unique, partial(read_labelled, path, partial(parse_mask, mask, lines, entry)), files))
+        samples.append(Sample(unique, partial(read_labelled, path, partial(parse_mask, mask, entry)), files))
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
-    identity = {"root": root, "annotations": _digest([file for file in (labels, names_file) if file is not None])}
+    identity = {"root": root, "annotations": _digest([] if labels is None else [labels])}
     return Dataset(name, kind, samples, bool(masks), identity, _unread(paths))
 
 

@@ -1,6 +1,6 @@
 """Statistics over images: standard errors, intervals, paired differences between methods."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -65,14 +65,6 @@ class Difference:
         """True if there are at least ten images and the interval excludes 0."""
         low, high = self.estimate.low, self.estimate.high
         return self.estimate.count >= MIN_CLEAR and low is not None and high is not None and (low > 0.0 or high < 0.0)
-
-    def reversed(self) -> "Difference":
-        """Return second − first."""
-        mean, low, high = (
-            None if value is None else -value for value in (self.estimate.mean, self.estimate.low, self.estimate.high)
-        )
-        estimate = replace(self.estimate, mean=mean, low=high, high=low)
-        return Difference(self.second, self.first, estimate, None if self.above is None else 1.0 - self.above)
 
 
 def estimate_means(values: NDArray[np.float64], *, limits: Limits | None = None, share: bool = False) -> list[Estimate]:

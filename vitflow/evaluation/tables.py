@@ -1,6 +1,6 @@
 """Values of an evaluation, and the estimates, differences and rankings computed from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -200,22 +200,16 @@ class Tables:
     def differences(self, metric: str) -> list[Difference]:
         """Return the paired differences of all methods and controls; OptionError as `table`."""
         check_known("metric of this evaluation", metric, self.values)
-        return list(self._differences[metric].values())
+        return self._differences(METRICS[metric], self.methods)
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
         """Return first minus second; None for a method and itself."""
         check_known("metric of this evaluation", metric, self.values)
-        pair, reverse = (self._differences[metric].get(pair) for pair in ((first, second), (second, first)))
-        return pair if reverse is None else reverse.reversed()
+        return None if first == second else self._differences(METRICS[metric], (first, second))[0]
 
-    @cached_property
-    def _differences(self) -> dict[str, dict[tuple[str, str], Difference]]:
-        differences = {}
-        for metric in self.metrics:
-            values, labels = self.measured_values(metric), list(self.methods)
-            estimated = paired_differences(labels, values, limits=metric.limits, share=metric.share)
-            differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
-        return differences
+    def _differences(self, metric: Metric, methods: Sequence[str]) -> list[Difference]:
+        values = self.measured_values(metric)[:, [self.methods.index(method) for method in methods]]
+        return paired_differences(list(methods), values, limits=metric.limits, share=metric.share)
 
     def measured_values(self, metric: Metric) -> NDArray[np.float64]:
         """Return the values of the metric on the images that it was measured on."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,17 +36,6 @@ class InputScores:
         labels, values = ["score", *self.blank], np.stack([self.score, *self.blank.values()], axis=1)
         pairs = [(0, index) for index in range(1, len(labels))]
         return dict(zip(self.blank, paired_differences(labels, values, pairs), strict=True))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mean score, and for each image the mean drop with its interval, for JSON."""
-        return {
-            "observations": len(self.score),
-            "score": float(self.score.mean()),
-            "drops": {
-                name: {"mean": drop.estimate.mean, "low": drop.estimate.low, "high": drop.estimate.high}
-                for name, drop in self.drops.items()
-            },
-        }
 
     def __str__(self) -> str:
         width = max(map(len, self.blank))

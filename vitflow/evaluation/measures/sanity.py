@@ -8,7 +8,6 @@ images or targets are an OptionError. Only sameness compares the maps of several
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -118,22 +117,12 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
     all_stages, seed = _stages(randomised.model), whole_number("seed", seed, 0)
     last = max((index for index, (name, _) in enumerate(all_stages) if name in stages), default=-1)
     for index, (name, modules) in enumerate(all_stages[: last + 1]):
-        with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
+        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode(False), torch.no_grad():
+            torch.manual_seed(seed + 1_000_003 * index)
             for module in modules:
                 _redraw(module)
         if name in stages:
             yield name, randomised
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed random numbers on the CPU and this device only, and restore their state afterwards."""
-    others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type):
-        torch.default_generator.manual_seed(seed)
-        for other in others:
-            getattr(torch, other.type).manual_seed(seed)
-        yield
 
 
 def _stages(model: nn.Module) -> list[Stage]:
