@@ -9,29 +9,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter
 
 from vitflow.errors import NoGradientError, ShapeError
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
-from vitflow.evaluation.metrics import METRICS, blurred_label
+from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.samples import Labelled, is_turned
 from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.similarity import is_constant
 from vitflow.registry.choices import ChosenMethod
-from vitflow.registry.method_table import BASELINES
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
 _CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]
-
-
-def blurred(saliency: Saliency) -> Saliency:
-    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum."""
-    smooth = gaussian_filter(saliency.grid.astype(np.float64), 1.0, mode="reflect")
-    return replace(saliency, grid=smooth.astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +37,6 @@ class Protocol:
     seed: int = 0
     sanity_images: int = 24
     unchecked: tuple[str, ...] = ()
-    blurred_control: bool = False
 
 
 # Values by label of a map, then by name.
@@ -69,7 +60,7 @@ class Case:
 
 
 def with_maps(cases: Sequence[Case]) -> list[Case]:
-    """Return the cases of one run with their maps, computed as a batch, each map followed by its blurred control."""
+    """Return the cases of one run with their maps, computed as a batch."""
     explainer, protocol = cases[0].explainer, cases[0].protocol
     maps: dict[str, dict[str, Saliency]] = {case.name: {} for case in cases}
     for has_target in (True, False):
@@ -81,8 +72,6 @@ def with_maps(cases: Sequence[Case]) -> list[Case]:
         pairs = [(case, method) for case in batch for method in protocol.methods]
         for (case, method), saliency in zip(pairs, flat, strict=True):
             maps[case.name][method.label] = saliency
-            if protocol.blurred_control and method.name not in BASELINES:
-                maps[case.name][blurred_label(method.label)] = blurred(saliency)
     return [replace(case, maps=maps[case.name]) for case in cases]
 
 
