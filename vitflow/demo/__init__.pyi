@@ -10,5 +10,4 @@ from .drawing import draw_ground as draw_ground
 from .drawing import draw_image as draw_image
 from .drawing import draw_images as draw_images
 from .drawing import sample_images as sample_images
-from .drawing import sample_masks as sample_masks
 from .model import load_demo_model as load_demo_model

@@ -78,10 +78,7 @@ def draw_image(seed: int, size: int | tuple[int, int] = 96) -> DemoImage:
 
 
 def draw_ground(seed: int, size: int | tuple[int, int] = 96) -> NDArray[np.uint8]:
-    """Draw the image of a seed without its objects, RGB uint8 [height, width, 3].
-
-    Raises:
-        OptionError: the seed is negative or the size too small.
+    """Draw the image of a seed without its objects, RGB uint8 [height, width, 3]; arguments are as for `draw_image`.
 
     >>> image, ground = draw_image(7), draw_ground(7)
     >>> bool((image.image == ground)[~image.masks.any(axis=0)].all())
@@ -106,21 +103,12 @@ PHOTOGRAPH = Path(__file__).with_name("cat.jpg")  # for models that know more th
 
 
 def sample_images() -> list[Path]:
-    """Return the bundled sample images, sorted by name.
+    """Return the bundled sample images, sorted by name; masks/NAME.png has 0 for background, else 1 + the class index.
 
     >>> [path.name for path in sample_images()][:2]
     ['disc_star_and_crescent.png', 'ring_and_triangle.png']
     """
     return sorted(SAMPLE_FOLDER.glob("*.png"))
-
-
-def sample_masks() -> list[Path]:
-    """Return the masks of the sample images, in the same order: 0 for background, else 1 + the class index.
-
-    >>> [path.name for path in sample_masks()] == [path.name for path in sample_images()]
-    True
-    """
-    return [SAMPLE_FOLDER / "masks" / path.name for path in sample_images()]
 
 
 _FINEST_CELLS = 96  # the finest noise has this many cells on the short side, whatever the size of the image
@@ -194,8 +182,6 @@ def _noise(random: np.random.Generator, cells: int, height: int, width: int) -> 
     short = min(height, width)
     shape = (round(cells * height / short), round(cells * width / short))
     values = random.standard_normal(shape, dtype=np.float32)
-    if shape == (height, width):
-        return values
     # Shrinking averages the noise, as the resizing of a model does.
     method = cv2.INTER_CUBIC if height >= shape[0] else cv2.INTER_AREA
     return np.asarray(cv2.resize(values, (width, height), interpolation=method), dtype=np.float32)
@@ -303,9 +289,8 @@ def _paint_object(placed: Placed, image: Float, mask: NDArray[np.bool_]) -> None
     mask[area] = cover > 0
 
     x, y = coordinates(*image.shape[:2])
-    slope = placed.light[0] * (x[:, left:right] - placed.centre[0]) + placed.light[1] * (
-        y[top:bottom] - placed.centre[1]
-    )
+    across, down = x[:, left:right] - placed.centre[0], y[top:bottom] - placed.centre[1]
+    slope = placed.light[0] * across + placed.light[1] * down
     shaded = placed.colour * (1.0 + 0.8 * slope[..., None])
     image[area] += (shaded - image[area]) * (cover.astype(np.float32) / np.float32(255.0))[..., None]
 
@@ -320,8 +305,7 @@ def _polygon(corners: int, inner: float | None = None) -> Points:
     count = corners if inner is None else 2 * corners
     angles = 2.0 * np.pi * np.arange(count) / count
     radii = np.ones(count)
-    if inner is not None:
-        radii[1::2] = inner
+    radii[1::2] = 1.0 if inner is None else inner
     return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
 
 

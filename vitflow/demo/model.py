@@ -7,61 +7,30 @@ from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 
 from vitflow.demo.drawing import DEMO_MODEL
-from vitflow.errors import ModelError
 
 DEMO_WEIGHTS = Path(__file__).with_name("vitflow_demo.safetensors")
 
-_EXPECTED_KEYS = ("architecture", "class_names", "mean", "std", "input_size", "interpolation", "crop_pct")
 
-
-def demo_metadata(weights: Path | None = None) -> dict[str, str]:
-    """Read the header of the weights file; `class_names`, `mean`, `std`, `input_size` and `architecture` are JSON."""
-    path = _existing(weights)
-    with safe_open(path, framework="pt") as file:
-        metadata: dict[str, str] = file.metadata() or {}
-    missing = [key for key in _EXPECTED_KEYS if key not in metadata]
-    if missing:
-        raise ModelError(
-            f"Expected a file written by tools/train_demo_model.py, got {path} without {', '.join(missing)} "
-            f"in its header. Load other checkpoints with vitflow.load_model(..., checkpoint=...)."
-        )
-    return metadata
-
-
-def load_demo_model(*, dynamic_img_size: bool = False, weights: Path | None = None) -> VisionTransformer:
+def load_demo_model(*, dynamic_img_size: bool = False) -> VisionTransformer:
     """Build the demo model with its weights: eval mode, float32, on the CPU; works offline.
 
     Its logits [batch, classes] are multi-label: `logits.sigmoid()` is the probability of each class on its own.
 
     Args:
         dynamic_img_size: let the model take images of any size, with its position embedding resampled.
-        weights: another file that tools/train_demo_model.py wrote; by default the bundled one.
-
-    Raises:
-        ModelError: the file is missing, or is not one of the training script's.
 
     >>> model = load_demo_model()
     >>> model.pretrained_cfg["input_size"], model.num_classes, model.patch_embed.grid_size
     ((3, 96, 96), 8, (12, 12))
     """
-    metadata = demo_metadata(weights)
-    model = VisionTransformer(**json.loads(metadata["architecture"]), dynamic_img_size=dynamic_img_size)
-    with safe_open(_existing(weights), framework="pt") as file:
+    with safe_open(DEMO_WEIGHTS, framework="pt") as file:
+        metadata = file.metadata()
+        model = VisionTransformer(**json.loads(metadata["architecture"]), dynamic_img_size=dynamic_img_size)
         model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
     # timm keeps the configuration as a plain attribute; setattr, for the type checker expects tensors and modules only.
     for name in ("pretrained_cfg", "default_cfg"):
         setattr(model, name, _pretrained_cfg(metadata))
     return model.eval()
-
-
-def _existing(weights: Path | None) -> Path:
-    path = DEMO_WEIGHTS if weights is None else Path(weights)
-    if not path.is_file():
-        raise ModelError(
-            f"Expected the demo model's weights at {path}, got no such file. "
-            f"Reinstall vitflow, or train it again with tools/train_demo_model.py."
-        )
-    return path
 
 
 def _pretrained_cfg(metadata: dict[str, str]) -> dict[str, object]:
