@@ -295,8 +295,9 @@ def layers_of(attentions: object) -> list[Tensor]:
         raise ShapeError(f"{expected}, got no layers: expected at least one layer.")
     for number, layer in enumerate(layers, start=1):
         if not isinstance(layer, Tensor):
-            kind = type(layer).__name__
-            raise ShapeError(f"{expected}, got {kind} in layer {number}. Convert it with torch.as_tensor(…).")
+            raise ShapeError(
+                f"{expected}, got {type(layer).__name__} in layer {number}. Convert it with torch.as_tensor(…)."
+            )
     return layers
 
 
