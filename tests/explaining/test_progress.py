@@ -19,7 +19,8 @@ from vitflow.evaluation import evaluate
 from vitflow.evaluation import run as evaluation_run
 from vitflow.folder.work import RunProgress
 from vitflow.progress import tracking, watched
-from vitflow.registry.method_table import is_slow, list_methods
+from vitflow.registry.choices import is_slow
+from vitflow.registry.method_table import list_methods
 
 
 def test_the_share_grows_steadily_over_several_computations():

@@ -28,8 +28,7 @@ from vitflow.images.videos import read_video, write_video
 from vitflow.methods.similarity import spearman
 from vitflow.models.classes import class_index, is_several, top_count
 from vitflow.models.videos import StackedFrames
-from vitflow.registry.choices import ChosenMethod, choose_methods
-from vitflow.registry.method_table import is_signed
+from vitflow.registry.choices import ChosenMethod, choose_methods, is_signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

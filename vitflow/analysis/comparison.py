@@ -24,8 +24,8 @@ from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman
-from vitflow.registry.choices import MethodChoice, check_methods
-from vitflow.registry.method_table import DEFAULT_METHODS, get_method
+from vitflow.registry.choices import DEFAULT_METHODS, MethodChoice, check_methods
+from vitflow.registry.method_table import get_method
 from vitflow.registry.option_types import MethodOptions
 
 # Number of images that a notebook shows.

@@ -15,7 +15,8 @@ from vitflow.images.figures import Band, Block, Cell, Column
 from vitflow.images.pen import Limits, Pen
 from vitflow.images.reading import image_name
 from vitflow.images.typesetting import readable
-from vitflow.registry.method_table import BASELINES, is_signed
+from vitflow.registry.choices import is_signed
+from vitflow.registry.method_table import BASELINES
 
 _Item = TypeVar("_Item")
 # Maps of each image.

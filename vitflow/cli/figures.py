@@ -11,8 +11,8 @@ from vitflow.cli import options as shared
 from vitflow.cli.explainer import make_explainer
 from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes, writing
 from vitflow.errors import OptionError, printable
-from vitflow.registry.choices import check_methods, choose_methods, default_method, split_label
-from vitflow.registry.method_table import DEFAULT_METHODS, get_method
+from vitflow.registry.choices import DEFAULT_METHODS, check_methods, choose_methods, default_method, split_label
+from vitflow.registry.method_table import get_method
 from vitflow.registry.options import OPTIONS
 
 

@@ -41,9 +41,10 @@ from vitflow.registry.choices import (
     MethodChoice,
     check_methods,
     choose_methods,
+    is_slow,
     left_out,
 )
-from vitflow.registry.method_table import BASELINES, Method, is_slow, list_methods
+from vitflow.registry.method_table import BASELINES, Method, list_methods
 from vitflow.registry.option_types import MethodOptions
 
 #: Default number of images for the costly groups.

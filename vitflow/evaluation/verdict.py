@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from vitflow.evaluation.metrics import GROUPS, METRICS
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
-from vitflow.registry.choices import split_label
-from vitflow.registry.method_table import get_method, is_slow
+from vitflow.registry.choices import is_slow, split_label
+from vitflow.registry.method_table import get_method
 
 # What the best method of each question does, and the metrics that answer it: the first one with enough values. A map
 # that changes with the class need not be on it, so class sensitivity is no answer.

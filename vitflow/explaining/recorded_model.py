@@ -30,8 +30,7 @@ from vitflow.recording.isolation import evaluating
 from vitflow.recording.probabilities import note_on_range
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.registry.choices import Chosen
-from vitflow.registry.method_table import WITHOUT_AFFINITY
+from vitflow.registry.choices import Chosen, without_affinity
 
 
 class RecordedModel(ImageModel):
@@ -116,7 +115,7 @@ class RecordedModel(ImageModel):
             return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **options), chosen
         except NoAttentionError:
             plain = [
-                each.with_options(**{n: v for n, v in WITHOUT_AFFINITY.items() if n not in each.requested})
+                each.with_options(**without_affinity(each.requested))
                 if each.method.needs <= {"predict", "repeat"}
                 else each
                 for each in chosen

@@ -20,7 +20,8 @@ from vitflow.images.geometry import Placement
 from vitflow.images.pen import Mark, Pen, check_marks, takes_drawing_options
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
-from vitflow.registry.method_table import Method, get_method, is_signed
+from vitflow.registry.choices import is_signed
+from vitflow.registry.method_table import Method, get_method
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.axes import Axes

@@ -17,7 +17,8 @@ from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
-from vitflow.registry.method_table import WITHOUT_AFFINITY, get_method
+from vitflow.registry.choices import without_affinity
+from vitflow.registry.method_table import get_method
 
 _BLANKED = "patches blanked, because tokens cannot be dropped:"
 
@@ -52,7 +53,7 @@ def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine
     except UnsupportedModelError:
         if "affinity" in trace.requested:
             raise
-        effective = {name: value for name, value in WITHOUT_AFFINITY.items() if name not in trace.requested}
+        effective = without_affinity(trace.requested)
         masks = effective.get("masks", masks)
     sampled = sample(trace, masks=masks, affinity=None if prior is None else affinity, **drawn)
     grids, facts, significant = [], [], []

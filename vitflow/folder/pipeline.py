@@ -24,7 +24,7 @@ from vitflow.folder.store import Run
 from vitflow.folder.work import WAITING_BYTES, Batches, Job, SaliencyMaps, Tally, compute_maps, in_order, parts
 from vitflow.models.parts import foreign_hooks, modules_of
 from vitflow.progress import watched
-from vitflow.registry.method_table import is_slow
+from vitflow.registry.choices import is_slow
 
 R = TypeVar("R")
 _Explained = list[tuple[Row, SaliencyMaps]]

@@ -14,7 +14,8 @@ from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
 from vitflow.folder.columns import Row, placement_of
 from vitflow.folder.draw import explained, open_run, read_photograph
 from vitflow.models.classes import class_index
-from vitflow.registry.method_table import get_method, is_signed
+from vitflow.registry.choices import is_signed
+from vitflow.registry.method_table import get_method
 
 # Labels without a class that a report names.
 _NAMED = 5

@@ -28,8 +28,7 @@ from vitflow.folder.columns import Row, failed_row, placement_row
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.models.classes import is_several, top_count
-from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
-from vitflow.registry.method_table import is_slow
+from vitflow.registry.choices import ChosenMethod, check_methods, has_targets, is_slow
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,12 +1,15 @@
 """Look up methods by name and complete their options. This module imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.registry.method_table import METHODS, PEERS, Method, get_method
+from vitflow.registry.method_table import BASELINES, METHODS, PEERS, Method, get_method
 from vitflow.registry.options import OPTIONS
+
+#: The methods of a comparison by default; class-specific ones if the model has classes; baselines last.
+DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
@@ -61,6 +64,22 @@ MethodChoice = str | Method | tuple[str, Mapping[str, Any]] | ChosenMethod
 def default_method(has_target: bool) -> str:
     """Return the default method: gae with a target, else rollout, which is not class-specific."""
     return "gae" if has_target else "rollout"
+
+
+def without_affinity(requested: Collection[str]) -> dict[str, Any]:
+    """Return the options of sampling for models without an affinity of patches, without those that were requested."""
+    return {name: value for name, value in {"refine": 0, "masks": 256}.items() if name not in requested}
+
+
+def is_slow(name: str) -> bool:
+    """Return True if a method is slow enough for a progress bar."""
+    needs = get_method(name).needs
+    return name == "flow" or ("predict" in needs and "repeat" not in needs)
+
+
+def is_signed(name: str) -> bool:
+    """Return True if maps of this method are drawn around 0; also for methods that are not registered here."""
+    return name not in METHODS or METHODS[name].signed
 
 
 def has_targets(targets: Any) -> bool:

@@ -62,17 +62,12 @@ class Method:
             raise OptionError(unknown_name("need", need, _NEEDS))
         if self.refine_stage != "none":
             refining = {name: self.defaults.get(name, value) for name, value in REFINING.items()}
-            presets = {name: {"refine": 0, **options} for name, options in self.presets.items()}
             object.__setattr__(self, "defaults", {**self.defaults, **refining})
-            object.__setattr__(self, "presets", presets)
+            object.__setattr__(self, "presets", {name: {"refine": 0, **each} for name, each in self.presets.items()})
 
     @property
     def published(self) -> dict[str, Any] | None:
-        """Options of the publication, without refinement; None without a publication.
-
-        >>> Method("mine", max, defaults={"refine": 1}, paper="Mine, 2026").published
-        {'refine': 0, 'affinity': 'attention'}
-        """
+        """Options of the publication, without refinement; None without a publication."""
         if not self.paper:
             return None
         published = {**self.defaults, "refine": 0, **self.presets.get("paper", {})}
@@ -80,7 +75,11 @@ class Method:
 
     def load(self) -> Callable[..., Any]:
         """Return the function."""
-        return self.function if callable(self.function) else _loaded(self.function)
+        if callable(self.function):
+            return self.function
+        module, _, name = self.function.partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
@@ -97,10 +96,9 @@ class Method:
             if isinstance(value, float) and not isfinite(value):
                 raise OptionError(f"Expected a finite {name}, got {value}.")
             if not self.accepts(name):
-                known = self.defaults or {"(none)": None}
                 having = [method.name for method in METHODS.values() if method.accepts(name)]
                 belongs = f" {name!r} is an option of {', '.join(having)}." if having else ""
-                raise OptionError(unknown_name(f"{self.name} option", name, known) + belongs)
+                raise OptionError(unknown_name(f"{self.name} option", name, self.defaults or ["(none)"]) + belongs)
         defaults, preset = dict(self.defaults), options.get("preset")
         if preset is None:
             preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
@@ -115,30 +113,14 @@ class Method:
         return {name: OPTIONS[name].checked(value) if name in OPTIONS else value for name, value in values.items()}
 
 
-def _loaded(location: str) -> Callable[..., Any]:
-    """Return the function at "module:name"."""
-    module, _, name = location.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
-
-
 #: Methods by name.
 METHODS: dict[str, Method] = {}
 #: Maps that do not depend on the model: a map that scores no better carries no information.
 BASELINES = ("random", "centre")
-#: The methods of a comparison by default; class-specific ones if the model has classes; baselines last.
-DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
-
 #: Prefixes of methods that are classes of other packages, such as "captum:IntegratedGradients".
 PEERS = ("captum:", "cam:")
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
-
-
-def is_slow(name: str) -> bool:
-    """Return True if a method is slow enough for a progress bar."""
-    needs = get_method(name).needs
-    return name == "flow" or ("predict" in needs and "repeat" not in needs)
 
 
 def register_method(
@@ -154,14 +136,9 @@ def register_method(
     Raises:
         OptionError: the name is taken, or `needs` contains an unknown name.
 
-    >>> from vitflow import demo, explain
-    >>> def last_mean(trace):
-    ...     attention = trace.heads(value_weighted=False)[-1].detach().mean(dim=1)  # [batch, tokens, tokens]
-    ...     return trace.layout.to_grid((trace.readout.unsqueeze(1) @ attention).squeeze(1))
-    >>> method = register_method("last_mean", last_mean, needs={"heads"})
-    >>> explain(demo.sample_images()[0], model="demo", method="last_mean").grid.shape
-    (12, 12)
-    >>> del METHODS["last_mean"]  # for this example only
+    >>> register_method("red", lambda trace: trace.pixels[:, 0], summary="The red channel.").title
+    'red'
+    >>> del METHODS["red"]  # for this example only
     """
     method = Method(name, function, **fields) if isinstance(name, str) else name
     if method.name in METHODS and not replace:
@@ -177,7 +154,7 @@ def get_method(name: str) -> Method:
     ('gradcam', 'rollout')
     """
     if name not in METHODS and name.startswith(PEERS):
-        method: Method = _loaded("vitflow.explaining.peers:external_method")(name)
+        method: Method = import_module("vitflow.explaining.peers").external_method(name)
         return method
     same = (key for key, each in METHODS.items() if _letters(name) in (_letters(key), _letters(each.title)))
     name = name if name in METHODS else next(same, name)
@@ -187,11 +164,6 @@ def get_method(name: str) -> Method:
 
 def _letters(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
-
-
-def is_signed(name: str) -> bool:
-    """Return True if maps of this method are drawn around 0; also for methods that are not registered here."""
-    return name not in METHODS or METHODS[name].signed
 
 
 def list_methods() -> list[Method]:
@@ -205,8 +177,6 @@ _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
 _PRODUCT = {"discard_ratio": 0.9, "residual": 0.5}
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
 _MASKS = {"masks": 64, "random_seed": 0, "occlusion_batch": 32}
-#: Defaults of these options for models without an affinity of patches.
-WITHOUT_AFFINITY = {"refine": 0, "masks": 256}
 
 #: The function of rollout, which needs only the product of the layers.
 ROLLOUT = "vitflow.explaining.maps:rollout"
