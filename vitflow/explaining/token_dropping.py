@@ -18,7 +18,7 @@ from vitflow.models.calls import logits_of, with_tokens
 from vitflow.models.parts import ModelState, module_paths, output_cache, unwrap
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import ContiguousNorms, Hook, evaluating, hooked
-from vitflow.recording.places import find_extent
+from vitflow.recording.places import find_extents
 from vitflow.recording.readout import Read
 
 _NO_LOGITS = "It does not return one row of logits per subset of patches."
@@ -154,7 +154,7 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
             whole, layout = _run(model, noise, None, layout, outputs)
             first = _blocks(model)[0]
             block = next(path for path, module in module_paths(model) if module is first)
-            if (refusal := find_extent(call, {block: (layout,)})[1]) is not None:
+            if (refusal := find_extents(call, {block: (layout,)})[1]) is not None:
                 return refusal
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
             half = order[: max(layout.num_patches // 2, 1)]

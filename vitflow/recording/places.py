@@ -42,8 +42,8 @@ from vitflow.recording.trace import Trace
 from vitflow.recording.without_attention import without_attention
 
 
-class FirstTokensFound(Exception):
-    """Ends a forward pass at the first tokens of a known layout."""
+class AllInputsRecorded(Exception):
+    """Ends a forward pass when the tokens of every layout are known."""
 
 
 def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
@@ -99,7 +99,8 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     trace.certificate = certify(call, trace.layers, names)
     if (refusal := trace.certificate.refusal(call.model)) is not None:
         return refusal
-    if (refusal := _place_layers(call, trace.layers, trace.names)) is not None:
+    merged = trace.certificate.scheme == "permuted"
+    if (refusal := _place_layers(call, trace.layers, trace.names, merged)) is not None:
         return Refusal(refusal, 4)
     set_passed(call, trace.certificate, trace.layers)
     return None
@@ -115,30 +116,35 @@ def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | Non
             layout = given or declared_layout(call, tokens)
             if layout.num_patches == 1 and given is None:
                 continue  # the result of a pooling
-            return find_extent(call, dict.fromkeys(blocks[:1], (layout,)))[0] or layout
+            extents, _ = find_extents(call, dict.fromkeys(blocks[:1], (layout,)))
+            return replace(layout, extent=extents.get(layout))
     return None
 
 
-def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:
-    """Set the extents of the layouts of layers; return why the first patches are not at their pixels, or None.
+def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], merged: bool) -> str | None:
+    """Set the extents of the layouts of layers; return why tokens are not at their places, or None.
 
-    By clause 2, those of later stages are merged from the cells of the stage before.
+    With `merged`, the grids of later stages are cells of the first one, which alone is measured.
     """
     layouts = dict.fromkeys(layout for layer in layers for layout in (layer.tokens.queries, layer.tokens.keys))
-    in_order = [layer for layer in layers if layer.tokens.key_index is None]
     sites: dict[str, tuple[TokenLayout, ...]] = {}
     for name, block in zip(names, blocks_of(call, names), strict=True):
-        here = [layer.tokens for layer in in_order if layer.name == name]
+        here = [layer.tokens for layer in layers if layer.name == name and layer.tokens.key_index is None]
         sites[block] = tuple(dict.fromkeys(layout for each in here for layout in (each.queries, each.keys)))
-    first, refusal = find_extent(call, sites, tuple(layouts))
-    if first is not None:
-        placed, before = {replace(first, extent=None): first}, first
-        for layout in sorted(layouts, key=lambda layout: -layout.num_patches):
-            before = placed.setdefault(layout, replace(layout, extent=_merged(before, layout)))
+    first = layers[0].tokens.queries
+    measured = (dict([*sites.items()][:1]), (first,)) if merged else (sites, tuple(layouts))
+    extents, refusal = find_extents(call, *measured)
+    if refusal is None:
+        before = replace(first, extent=extents.get(first))
+        placed = {layout: replace(layout, extent=extents.get(layout)) for layout in layouts}
+        for layout in sorted(layouts, key=lambda layout: -layout.num_patches) if merged else ():
+            if layout != first:
+                placed[layout] = replace(layout, extent=_pooled(before, layout))
+            before = placed[layout]
         for layer in layers:
             queries, keys = placed[layer.tokens.queries], placed[layer.tokens.keys]
             if keys.num_patches < queries.num_patches:  # pooled in this layer
-                keys = replace(keys, extent=_merged(queries, keys))
+                keys = replace(keys, extent=_pooled(queries, keys))
             layer.located = replace(layer.tokens, queries=queries, keys=keys)
     return refusal
 
@@ -157,14 +163,14 @@ def place_features(
         even = all(math.frexp(stride)[0] == 0.5 for stride in strides)
         if even and stages and features.ndim == 4 and len(possible) == 1 and path in block_norms(call.model):
             return each, channels_last
-        placed, refusal = find_extent(call, {path: (each,)}, unseen=stages)
+        extents, refusal = find_extents(call, {path: (each,)}, unseen=stages)
         if refusal is None:
-            return placed or each, channels_last
+            return replace(each, extent=extents.get(each)), channels_last
     return None
 
 
-def _merged(fine: TokenLayout, coarse: TokenLayout) -> Extent | None:
-    """Return the extent of tokens that are merged from others by 2 to a power, perhaps with padding or cut."""
+def _pooled(fine: TokenLayout, coarse: TokenLayout) -> Extent | None:
+    """Return the extent of tokens that are pooled from others by 2 to a power, perhaps with padding or cut."""
     if fine.extent is None:
         return None
     spans = []
@@ -175,10 +181,10 @@ def _merged(fine: TokenLayout, coarse: TokenLayout) -> Extent | None:
     return spans[0], spans[1]
 
 
-def find_extent(
+def find_extents(
     call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout] = (), *, unseen: bool = False
-) -> tuple[TokenLayout | None, str | None]:
-    """Measure the extent of the first layout that is found in a run; cached per model, layouts and input size.
+) -> tuple[dict[TokenLayout, Extent], str | None]:
+    """Measure the extents of layouts, each where it first fits; cached per model, layouts and input size.
 
     If each pixel belongs to one token, as with a patch embedding whose stride is its kernel, all tokens are tested.
     Otherwise the first and last pixels of the receptive fields of some tokens, partly random, determine the cells. If
@@ -190,33 +196,35 @@ def find_extent(
         unseen: accept tokens that are computed from the pixels by attention alone.
 
     Returns:
-        The layout with its extent, or None if there is none; and the reason why tokens are not in raster order, or
-        None.
+        The extents of the layouts that were found, and the reason why tokens are not in raster order, or None.
     """
 
-    def measured() -> tuple[TokenLayout | None, str | None]:
-        layout, refusal = (None, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
+    def measured() -> tuple[dict[TokenLayout, Extent], str | None]:
+        extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
         # With one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT); three would be compared.
-        return (layout, None) if refusal is None else _measure(call, sites, grids, unseen, images=2)
+        return (extents, None) if refusal is None else _measure(call, sites, grids, unseen, images=2)
 
-    return call.cached((find_extent, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])), measured)
+    return call.cached((find_extents, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])), measured)
 
 
 def _measure(
     call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], unseen: bool, images: int = 1
-) -> tuple[TokenLayout | None, str | None]:
-    found: list[tuple[str, TokenLayout, Tensor]] = []
+) -> tuple[dict[TokenLayout, Extent], str | None]:
+    tokens: dict[TokenLayout, tuple[str, Tensor]] = {}
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
 
     def see(path: str, enters: bool, *given: Any) -> None:
         for value in filter(torch.is_floating_point, tensors_in(given if enters else given[-1])):
-            fitting = {each: tokens for each in every if (tokens := as_tokens(value, each, images)) is not None}
-            for layout, tokens in fitting.items():
-                if tokens.requires_grad and (value.ndim != 3 or layout in sites[path]):
-                    found.append((path, layout, tokens[0]))
-                    raise FirstTokensFound
+            fitting = {each: found for each in every if (found := as_tokens(value, each, images)) is not None}
+            for layout in fitting.keys() - tokens.keys():
+                if value.ndim != 3 or layout in sites[path]:
+                    copied = fitting[layout][0].clone()  # the model may change it in place
+                    if copied.requires_grad:
+                        tokens[layout] = path, copied
             if fitting:  # further tensors may be attention
                 break
+        if len(tokens) == len(every):
+            raise AllInputsRecorded
 
     modules = ((path, call.model.get_submodule(path)) for path in sites)
     hooks = (
@@ -227,18 +235,22 @@ def _measure(
         # The model may reject noise.
         with suppress(Exception), hooked(hooks), without_attention(call.model):
             call(noise.expand(images, -1, -1, -1))
-        for path, layout, tokens in found:
-            gradients, grid = Gradients(tokens[layout.patches], noise), (layout.rows, layout.cols)
+        extents, overlapping = {}, False
+        for layout, (path, each) in tokens.items():
             try:
-                owners = owners_of(gradients, grid)
-                extent = overlapping_extent(gradients, grid) if owners is None else tiled_extent(*owners, grid)
-                _check_prefix(tokens[: layout.patches.start], noise, extent)
-                return replace(layout, extent=extent), None
+                gradients, grid = Gradients(each[layout.patches], noise), (layout.rows, layout.cols)
+                owners = None if overlapping else owners_of(gradients, grid)
+                overlapping = owners is None  # also the coarser tokens, which are computed from these
+                extents[layout] = overlapping_extent(gradients, grid) if owners is None else tiled_extent(*owners, grid)
+                _check_prefix(each[: layout.patches.start], noise, extents[layout])
+            except Unmeasured as error:
+                if not (extents or unseen):
+                    return {}, _refusal(call, path, layout, error)
             except CheckpointError as error:
                 raise checkpointing_error(call.model) from error
             except Misplaced as error:
-                return None, None if unseen and isinstance(error, Unmeasured) else _refusal(call, path, layout, error)
-    return None, None
+                return {}, _refusal(call, path, layout, error)
+    return extents, None
 
 
 def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> str:
