@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
-from vitflow.models.blocks import block_paths_of
 from vitflow.models.parts import module_paths, modules_of, text_config
 
 # Rearranges probabilities or values to [batch · windows, heads, tokens, …].
@@ -138,15 +137,6 @@ def other_attention_in(model: nn.Module) -> str:
 def is_pooling(name: str, module: nn.Module) -> bool:
     """Return True if a module is the attention pooling of a head."""
     return _kind(module) in _POOLING or name == "attn_pool" or name.endswith(".attn_pool")
-
-
-def guessed_blocks(model: nn.Module) -> list[str]:
-    """Guess the blocks of a model, to be verified after a pass: those of the innermost modules called attention."""
-    paths = module_paths(model)
-    kinds = ((path, module, type(module).__name__.lower().replace("flatten", "")) for path, module in paths)
-    named = [path for path, module, kind in kinds if "att" in kind and not is_pooling(path, module)]
-    innermost = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
-    return list(dict.fromkeys(block_paths_of(model, innermost)))
 
 
 def is_class_attention(module: nn.Module) -> bool:

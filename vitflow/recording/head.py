@@ -3,8 +3,7 @@
 The output of each block becomes a leaf of the graph, so that gradients at it are along paths that pass no later block.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,12 +11,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.blocks import block_norms, block_of, block_paths
+from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.models.parts import module_paths
-from vitflow.recording.attention_kinds import guessed_blocks, is_pooling
+from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook
 
 # Blocks of the last pass of a model. A guess for its next pass, after which it is verified.
@@ -25,68 +25,25 @@ _blocks: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
-class HeadInput:
-    """The output of a module in the autograd graph of the head.
+class BlockRun:
+    """One run of a block whose output was cut from the autograd graph.
 
     Attributes:
-        kind: "block", "container", "norm" or "pooling".
-        tokens: its tokens, or the output of a pooling head; of a block, a leaf of zeros without memory.
-        passed_on: what later modules get: the tokens, or their sum with the leaf, freed after the next block.
-        source: the tokens of a block in its own graph, if it ran with gradients.
-        entered: the input tokens of a block; the leaf of the block before it, if it got what that passed on.
+        leaf: the tokens that the block returned, as a leaf of zeros without memory.
+        passed_on: what later modules get: the sum of the tokens and the leaf; the leaf after the next block.
+        source: the tokens in the graph of the block, if it ran with gradients.
+        entered: the input tokens of the block; the leaf of the block before it, if it got what that passed on.
     """
 
     path: str
-    kind: str
-    tokens: Tensor
+    leaf: Tensor
     passed_on: Tensor
-    source: Tensor | None = None
-    entered: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadGraph:
-    """The image, each run of a block, and the norms, containers of the last block and pooling heads that ran later."""
-
-    image: Tensor | None
-    blocks: Sequence[HeadInput]
-    later: Sequence[HeadInput]
-
-    def differentiate(self, root: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Differentiate along paths from the inputs that pass no later block."""
-        return torch.autograd.grad(root, inputs, weights, retain_graph=True, allow_unused=True)
-
-    def gradient_at_residual(self, root: Tensor, weights: Tensor) -> Tensor | None:
-        """Return the gradient at the sum of the output of the last block and its residual outside of the block.
-
-        It is the first sum with this output through which everything else is read; None if there is none.
-        """
-        last, kept = self.blocks[-1].tokens, list[Tensor]()
-        sources = [block.tokens for block in self.blocks[:-1]] + ([] if self.image is None else [self.image])
-        for node in _nodes_above(root, last):
-            if "AddBackward" in node.name() and not is_bypassed(root, [], sources, ends={node}):
-                handle = node.register_prehook(lambda gradients: kept.extend(gradients[:1]))
-                try:
-                    torch.autograd.grad(root, last, weights, retain_graph=True, allow_unused=True)
-                finally:
-                    handle.remove()
-                return kept[0] if kept and kept[0].shape == last.shape else None
-        return None
-
-    def is_chain(self) -> bool:
-        """Return True if the input of each block is computed from the output of the previous block alone."""
-        return all(self._reads_only(self.blocks[index], index - 1) for index in range(1, len(self.blocks)))
-
-    def _reads_only(self, block: HeadInput, index: int) -> bool:
-        tokens, sources = block.entered, [each.tokens for each in self.blocks[: index + 1]]
-        if tokens is None or tokens is sources[index] or not tokens.requires_grad:
-            return tokens is sources[index]
-        gradients = self.differentiate(tokens, torch.ones_like(tokens), sources)
-        return [is_nonzero(gradient) for gradient in gradients] == [False] * index + [True]
+    source: Tensor | None
+    entered: Tensor | None
 
 
 class HeadWatch:
-    """Hooks that cut the graph of a forward pass after each block, and keep what the head may read.
+    """Hooks that cut the graph of a forward pass after each block, and keep the norms and pooling heads above.
 
     Args:
         blocks: paths of the blocks.
@@ -94,7 +51,9 @@ class HeadWatch:
         gradients: run the blocks with gradients, too, if the graph is cut.
 
     Attributes:
-        seen: the head inputs of the pass.
+        image: the pixels in the graph, if it is cut.
+        runs: the runs of the blocks.
+        norms, poolings: outputs of norms and of pooling heads that ran after the last block.
         num_tokens: number of tokens that the latest block returned, if it was a sequence.
     """
 
@@ -108,7 +67,9 @@ class HeadWatch:
     def reset(self) -> None:
         """Forget the previous forward pass."""
         self.image: Tensor | None = None
-        self.seen: list[HeadInput] = []
+        self.runs: list[BlockRun] = []
+        self.norms: list[Tensor] = []
+        self.poolings: list[Tensor] = []
         self.num_tokens: int | None = None
         self._entered: dict[str, Tensor | None] = {}
 
@@ -122,7 +83,6 @@ class HeadWatch:
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
-        around = {path[:i] for path in self.blocks for i, sign in enumerate(path) if sign == "."}
         inside = "."
         for path, module in module_paths(self._model):
             if not path or path.startswith(inside):
@@ -132,24 +92,25 @@ class HeadWatch:
                 yield Hook(module, partial(self._enter, path), before=True)
                 # First, as other hooks may replace the tokens.
                 yield Hook(module, partial(self._leave, path), before=False, always=self.cut, first=True)
-            elif self.cut:
-                kind = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "container"
-                if path in around or kind != "container":
-                    yield Hook(module, partial(self._keep, path, kind), before=False, first=True)
+            elif self.cut and is_pooling(path, module):
+                yield Hook(module, partial(self._keep, True), before=False, first=True)
+            elif self.cut and "norm" in type(module).__name__.lower() and not module._modules:
+                yield Hook(module, partial(self._keep, False), before=False, first=True)
 
-    def graph(self, blocks: Sequence[str]) -> HeadGraph | None:
-        """Return the graph of the pass, if it was cut after these blocks."""
-        if not blocks or not self.cut or set(self.blocks) != set(blocks):
-            return None
-        runs = [each for each in self.seen if each.kind == "block"]
-        if {each.path for each in runs} != set(blocks):
-            return None
-        later: list[HeadInput] = []
-        for each in self.seen[self.seen.index(runs[-1]) + 1 :]:
-            usable = each.kind != "container" or blocks[-1].startswith(f"{each.path}.")
-            if usable and all(each.tokens is not other.passed_on for other in (runs[-1], *later)):
-                later.append(each)
-        return HeadGraph(self.image, runs, later)
+    def is_cut_after(self, blocks: Sequence[str]) -> bool:
+        """Return True if the graph of the pass was cut after these blocks, and no others."""
+        return self.cut and bool(blocks) and {run.path for run in self.runs} == set(blocks) == set(self.blocks)
+
+    def is_chain(self) -> bool:
+        """Return True if the input of each block is computed from the output of the previous block alone."""
+        leaves = [run.leaf for run in self.runs]
+        for leaf, run in zip(leaves, self.runs[1:], strict=False):
+            entered = run.entered
+            if entered is not leaf and (
+                entered is None or not entered.requires_grad or is_bypassed(entered, leaf, leaves)
+            ):
+                return False
+        return True
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
@@ -165,30 +126,23 @@ class HeadWatch:
             return None
         leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
         passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
-        before = next((each for each in reversed(self.seen) if each.kind == "block"), None)
-        if before is not None:  # its values are freed
-            entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
-        source = tokens if tokens.requires_grad else None
-        self.seen.append(HeadInput(path, "block", leaf, passed_on, source, entered))
+        if self.runs:  # its values are freed
+            before = self.runs[-1]
+            entered, before.passed_on = before.leaf if entered is before.passed_on else entered, before.leaf
+        self.runs.append(BlockRun(path, leaf, passed_on, tokens if tokens.requires_grad else None, entered))
+        self.norms.clear()
+        self.poolings.clear()
         return with_tokens(output, passed_on)
 
-    def _keep(self, path: str, kind: str, args: Any, output: Any) -> None:
-        tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
-        if tokens is not None and tokens.requires_grad:
-            self.seen.append(HeadInput(path, kind, tokens, tokens))
+    def _keep(self, pools: bool, args: Any, output: Any) -> None:
+        tokens = output if isinstance(output, Tensor) else tokens_of(output)
+        if self.runs and tokens is not None and tokens.requires_grad:
+            (self.poolings if pools else self.norms).append(tokens)
 
 
 def known_blocks(model: nn.Module) -> Sequence[str]:
-    """Return the blocks of the last pass of a model, else those that it lists, or a guess; a pass verifies them."""
-    return _blocks.get(model) or block_paths(model) or guessed_blocks(model) or _blocks_of_norms(model)
-
-
-def _blocks_of_norms(model: nn.Module) -> list[str]:
-    """Return the modules that contain the norms of tokens that Grad-CAM uses; empty for models with batch norms."""
-    kinds = ((path, type(model.get_submodule(path)).__name__.lower()) for path in block_norms(model))
-    norms = [path for path, kind in kinds if "layernorm" in kind or "rmsnorm" in kind]
-    blocks = (block_of(norm) if block_of(norm) != norm else norm.rpartition(".")[0] for norm in norms)
-    return list(dict.fromkeys(filter(None, blocks)))
+    """Return the blocks of the last pass of a model, else those that it lists; a pass verifies them."""
+    return _blocks.get(model) or block_paths(model)
 
 
 def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
@@ -219,12 +173,7 @@ def as_tokens(value: Tensor, layout: TokenLayout, batch: int) -> Tensor | None:
     return None if last == first else value.flatten(1, 2) if last else value.flatten(2).mT
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return True if a module is a norm, by the name of its class."""
-    return "norm" in type(module).__name__.lower() and not module._modules
-
-
-def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
+def layer_counts(blocks: Sequence[str], runs: Sequence[BlockRun]) -> list[int]:
     """Return the number of attention layers, given by their blocks, up to each run of a block."""
     counts, paths = [], [run.path for run in runs]
     for number, path in enumerate(paths):
@@ -234,56 +183,27 @@ def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
     return counts
 
 
-def is_nonzero(gradient: Tensor | None) -> bool:
-    """Return True if any entry of a gradient is not 0."""
-    return gradient is not None and bool(torch.count_nonzero(gradient))
+def nodes_of(start: Tensor, stop: Iterable[Any] = (), cuts: Sequence[BlockRun] = ()) -> Iterator[Any]:
+    """Yield the nodes of the graph from which a tensor is computed, except these and what only they are computed from.
 
-
-def is_bypassed(
-    start: Tensor,
-    through: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    cuts: Sequence[HeadInput] = (),
-    ends: Collection[Any] = (),
-) -> bool:
-    """Return True if a path of the graph from a tensor to a source may bypass the tensors between them.
-
-    Paths continue from the leaf after a block of `cuts` to what the block returned, and stop at the nodes `ends`.
+    Of two nodes of which one is on every path to the other, it is the first. Paths continue from the leaf of a cut to
+    what its block returned.
     """
-    ends = {(node, 0) for node in ends} | {(tensor.grad_fn, tensor.output_nr) for tensor in through}
-    leaves = {id(tensor) for tensor in sources if tensor.grad_fn is None}
-    reached = {(tensor.grad_fn, tensor.output_nr) for tensor in sources if tensor.grad_fn is not None} - ends
-    returned = {id(cut.tokens): cut.source for cut in cuts if cut.source is not None}
-    seen, waiting = set[Any](), [(start.grad_fn, start.output_nr)]
+    sources = {get_gradient_edge(cut.leaf).node: cut.source for cut in cuts if cut.source is not None}
+    seen, waiting = {None, *stop}, list[Any]([get_gradient_edge(start).node])
     while waiting:
-        node, output = waiting.pop()
-        if (node, output) in reached:
-            return True
-        if node is None or node in seen or (node, output) in ends:
+        node = waiting.pop()
+        if node in seen:
             continue
-        variable = id(getattr(node, "variable", None))
-        if variable in leaves:
-            return True
-        seen.add(node)
-        waiting += node.next_functions
-        if (source := returned.get(variable)) is not None:
-            waiting.append((source.grad_fn, source.output_nr))
-    return False
-
-
-def _nodes_above(start: Tensor, tensor: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph from a tensor towards the start, as long as each result has a single use."""
-    users, seen, waiting = defaultdict[Any, list[Any]](list), set[Any](), [start.grad_fn]
-    node = tensor.grad_fn
-    while waiting:
-        user = waiting.pop()
-        if user is None or user in seen:
-            continue
-        seen.add(user)
-        for used, _ in user.next_functions:
-            node = used if getattr(used, "variable", None) is tensor else node
-            users[used].append(user)
-            waiting.append(used)
-    while node is not None and len(users[node]) == 1:
-        [node] = users[node]
         yield node
+        seen.add(node)
+        waiting += [used for used, _ in node.next_functions]
+        if (source := sources.get(node)) is not None:
+            waiting.append(source.grad_fn)
+
+
+def is_bypassed(start: Tensor, node: Any, sources: Sequence[Tensor], cuts: Sequence[BlockRun] = ()) -> bool:
+    """Return True if a path of the graph from a tensor to a source may bypass a node or tensor between them."""
+    passed = get_gradient_edge(node).node if isinstance(node, Tensor) else node
+    ends = {get_gradient_edge(each).node for each in sources} - {passed}
+    return any(each in ends for each in nodes_of(start, [passed], cuts))

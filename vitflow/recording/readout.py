@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vitflow.errors import NoGradientError, UnsupportedModelError, VitflowError
 from vitflow.methods.staged_rollout import LayerTokens
@@ -18,7 +19,7 @@ from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import HeadGraph, HeadInput, HeadWatch, is_bypassed, is_nonzero, layer_counts
+from vitflow.recording.head import HeadWatch, is_bypassed, layer_counts, nodes_of
 from vitflow.recording.layers import AttentionLayer
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
@@ -102,7 +103,7 @@ class Head:
         self._call, self._watch, self._layers, self._blocks = call, watch, layers, blocks
         self._outputs, self._read, self._pooled = outputs, read, pooled
         self._name, self._top = type(call.model).__name__, layers[-1].tokens.queries
-        self._repeated: tuple[Any, HeadGraph | None, str] | None = None
+        self._repeated: tuple[Any, HeadWatch | None, str] | None = None
         self._readouts: dict[Any, Readouts] = {}
 
     def readouts_of(self, targets: Tensor | None) -> Readouts:
@@ -112,27 +113,18 @@ class Head:
             self._readouts[key] = self._measure(targets)
         return self._readouts[key]
 
-    def unread_layers(self) -> set[str]:
-        """Return the names of the layers above the highest block from which the outputs are computed."""
-        outputs, graph, _ = self._graph()
-        if graph is None or not outputs.requires_grad:
-            return set()
-        gradients = graph.differentiate(outputs, torch.ones_like(outputs), [block.tokens for block in graph.blocks])
-        counts = zip(layer_counts(self._blocks, graph.blocks), gradients, strict=True)
-        read = [count for count, gradient in counts if is_nonzero(gradient)]
-        return {layer.name for layer in self._layers[max(read, default=len(self._layers)) :]}
-
     def _measure(self, targets: Tensor | None) -> Readouts:
         """Measure readouts, and replace those of images without a gradient by the declared pooling."""
         example, batch, count = self._layers[-1].example, len(self._call.pixels), len(self._layers)
         norms, counts = [example.new_zeros(batch, self._top.num_tokens, dtype=torch.float64)], [count]
         pooled, rounding = torch.zeros(batch, dtype=torch.bool, device=example.device), 0.0
-        outputs, graph, cause = self._graph()
-        if graph is not None and outputs.requires_grad:
-            runs = [min(max(each, 1), count) for each in layer_counts(self._blocks, graph.blocks)]
+        outputs, cut, cause = self._cut()
+        if cut is not None and outputs.requires_grad:
+            runs = [min(max(each, 1), count) for each in layer_counts(self._blocks, cut.runs)]
             try:
-                scores = self._scores(outputs, targets)
-                norms, pooled = self._norms(scores, graph, [self._layers[n - 1].tokens for n in runs])
+                with torch.inference_mode(False), torch.enable_grad():
+                    scores = self._scores(outputs, targets)
+                    norms, pooled = self._norms(scores, cut, [self._layers[n - 1].tokens for n in runs])
                 rounding, counts = _SAME_POOLING[outputs.dtype.itemsize], runs
             except torch.OutOfMemoryError:
                 raise
@@ -157,28 +149,30 @@ class Head:
 
     def _scores(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
         """Return one output of each image, [batch]; of an embedding e, the product with its direction."""
-        with torch.inference_mode(False), torch.enable_grad():
-            classes = self._call.cached(class_count, lambda: class_count(self._call.model))
-            if targets is None and self._read is logits_of and classes == 0:
-                return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
-            chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
-            return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
+        classes = self._call.cached(class_count, lambda: class_count(self._call.model))
+        if targets is None and self._read is logits_of and classes == 0:
+            return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
+        chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
+        return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
 
-    def _graph(self) -> tuple[Any, HeadGraph | None, str]:
-        """Return the outputs and the graph of the head: those of the pass, or of a repetition; or the cause of none."""
+    def _cut(self) -> tuple[Any, HeadWatch | None, str]:
+        """Return the outputs and the watch of a pass cut after the blocks: the recorded one, or a repetition.
+
+        If there is none, the watch is None, and the cause is given.
+        """
         outputs = self._outputs
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             return None, None, "the output of the model is no tensor [batch, outputs]"
         if self._call.pixels.is_meta:
             return None, None, "the model is on the meta device"
-        if self._watch is not None and (graph := self._watch.graph(self._blocks)) is not None:
-            return outputs, graph, "" if outputs.requires_grad else _NO_GRADIENT
+        if self._watch is not None and self._watch.is_cut_after(self._blocks):
+            return outputs, self._watch, "" if outputs.requires_grad else _NO_GRADIENT
         if self._repeated is None:
             self._repeated = self._repeat(outputs)
         return self._repeated
 
-    def _repeat(self, before: Tensor) -> tuple[Any, HeadGraph | None, str]:
-        """Repeat the pass with gradients in the head alone; see `_graph`."""
+    def _repeat(self, before: Tensor) -> tuple[Any, HeadWatch | None, str]:
+        """Repeat the pass with gradients in the head alone; see `_cut`."""
         call, watch = self._call, HeadWatch(self._call.model, self._blocks, cut=True)
         try:
             with call.experiment(watch.hooks(), gradients=True, autocast=True):
@@ -187,14 +181,15 @@ class Head:
             raise
         except Exception as error:  # a model may refuse gradients in any way
             return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
-        graph, first, second = watch.graph(self._blocks), before.detach().double(), outputs.detach().double()
+        first, second = before.detach().double(), outputs.detach().double()
         limit = _SAME_OUTPUT[before.dtype.itemsize] * first.abs().amax()
         if first.shape != second.shape or bool(((first - second).abs() > limit).any()):
             raise UnsupportedModelError(
                 f"{self._name} has another output if it runs again, so that its readout cannot be measured: it may be "
                 "random, or in training mode. Call model.eval(), explain it with vitflow.Explainer, or pass readout=."
             )
-        return outputs, graph, "" if graph is not None and outputs.requires_grad else _NO_GRADIENT
+        cut = watch if watch.is_cut_after(self._blocks) else None
+        return outputs, cut, "" if cut is not None and outputs.requires_grad else _NO_GRADIENT
 
     def _declared(self, cause: str, missing: Tensor) -> tuple[str, Tensor]:
         """Return name and weights of the declared pooling; UnsupportedModelError without one.
@@ -215,51 +210,47 @@ class Head:
             raise UnsupportedModelError(message)
         raise NoGradientError(message, missing.nonzero().flatten().tolist())
 
-    def _norms(self, scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> tuple[list[Tensor], Tensor]:
+    def _norms(self, scores: Tensor, cut: HeadWatch, tokens: Sequence[LayerTokens]) -> tuple[list[Tensor], Tensor]:
         """Return gradient norms at the tokens of each run of a block, and True for images with a pooling head.
 
-        If every path from the score passes a later token-wise norm or container, they are taken after the latest one.
+        If every path from the score passes a token-wise norm above the last block, they are taken after this norm.
         """
-        batch, image, top = len(scores), [] if graph.image is None else [graph.image], tokens[-1]
+        batch, image, top = len(scores), [] if cut.image is None else [cut.image], tokens[-1]
         weights = torch.full_like(scores, HALF_SCALE if scores.dtype == torch.float16 else 1.0)
-        sources = [*image, *(each.tokens for each in graph.blocks)]
-        through = [each for each in graph.later if not is_bypassed(scores, [each.tokens], sources)]
-        gradients = graph.differentiate(scores, weights, [*sources, *(each.tokens for each in through)])
-        to_image, to_blocks = gradients[: len(image)], gradients[len(image) : len(sources)]
+        leaves = [run.leaf for run in cut.runs]
+        sources = [*image, *leaves]
+        norm = next((each for each in reversed(cut.norms) if _is_final(each, scores, cut, sources, top.queries)), None)
+        inputs = [*sources, *([] if norm is None else [norm])]
+        gradients = torch.autograd.grad(scores, inputs, weights, retain_graph=True, allow_unused=True)
+        to_image = gradients[: len(image)]
+        to_blocks: Sequence[Tensor | None] = gradients[len(image) : len(sources)]
         unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
         read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
-        pooled = read[-1] if any(each.kind == "pooling" for each in through) else unread
-        zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
-        norms = [
-            token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
-            for gradient, each, nothing, is_read in zip(to_blocks, tokens, zeros, read.any(dim=1).tolist(), strict=True)
-        ]
-        size = graph.blocks[-1].tokens.numel()
-        for later, gradient in reversed(list(zip(through, gradients[len(sources) :], strict=True))):
-            if later.kind == "container":  # tokens of another width may be internal to a head
-                usable = norms[-1] is None or later.tokens.numel() == size
-            else:
-                usable = later.kind == "norm" and _is_token_wise(later, graph, top.queries)
-            after = token_norms(gradient, top.queries, top.order) if usable and gradient is not None else None
-            if after is not None:
-                return [*zeros[:-1], after], pooled
-        refusal = ""
-        if any(map(is_nonzero, to_image)):
+        pooled = unread
+        if any(not is_bypassed(scores, each, sources) for each in cut.poolings):
+            pooled = read[-1]
+        last, refusal = None if norm is None else gradients[-1], ""
+        if last is None and any(each is not None and each.any() for each in to_image):
             refusal = "also directly from the image, bypassing its blocks"
-        elif bool(read[:-1].any()) and not graph.is_chain():
+        elif last is None and bool(read[:-1].any()) and not cut.is_chain():
             refusal = "from several blocks, with skip connections around some of them"
-        if refusal and (joined := graph.gradient_at_residual(scores, weights)) is not None:
-            norms, refusal = [*zeros[:-1], token_norms(joined, top.queries, top.order)], ""
-        if refusal:
+        if refusal and (last := _gradient_at_sum(scores, weights, leaves[-1], sources)) is None:
             raise UnsupportedModelError(
                 f"{self._name} computes its output {refusal}, so a map from its attention is incomplete. {_REMEDY}"
             )
-        fitting = [each for each in norms if each is not None]
-        if len(fitting) < len(norms):
-            raise UnsupportedModelError(
-                f"The output is computed from tokens that do not fit the patch grid of their block. {_REMEDY}"
-            )
-        return fitting, pooled
+        if last is not None:
+            to_blocks = (*(None for _ in leaves[1:]), last)
+        norms = []
+        for gradient, each in zip(to_blocks, tokens, strict=True):
+            here: Tensor | None = scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64)
+            if gradient is not None and gradient.any():
+                here = token_norms(gradient, each.queries, each.order)
+            if here is None:
+                raise UnsupportedModelError(
+                    f"The output is computed from tokens that do not fit the patch grid of their block. {_REMEDY}"
+                )
+            norms.append(here)
+        return norms, pooled
 
 
 def _largest(gradient: Tensor, batch: int) -> Tensor:
@@ -269,25 +260,37 @@ def _largest(gradient: Tensor, batch: int) -> Tensor:
     return images.reshape(batch, -1).amax(dim=1) if len(images) % batch == 0 else images.amax().expand(batch)
 
 
-def _is_token_wise(norm: HeadInput, graph: HeadGraph, layout: TokenLayout) -> bool:
-    """Return True if a token of a norm depends on at most one token of the last block or container before it.
+def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Sequence[Tensor]) -> Tensor | None:
+    """Return the gradient at the sum of the last block's tokens and a residual outside of the block.
 
-    One token of each image is tested, in the same backward pass.
+    It is the last sum of this shape that every path from the scores passes; None if there is none.
     """
-    batch = len(norm.tokens) if graph.image is None else len(graph.image)
-    channels, last = channel_axis(norm.tokens.shape, layout), graph.blocks[-1].tokens
-    images = 1 if norm.tokens.shape[0] != batch == norm.tokens.shape[1] else 0  # [tokens, batch, channels]
-    token = tuple(
-        slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.tokens.shape)
-    )
-    chosen = torch.zeros_like(norm.tokens)
+    for node in nodes_of(scores, [get_gradient_edge(leaf).node]):
+        if "AddBackward" in node.name() and not is_bypassed(scores, node, sources):
+            [gradient] = torch.autograd.grad(scores, [GradientEdge(node, 0)], weights, retain_graph=True)
+            if gradient.shape == leaf.shape:
+                return gradient
+    return None
+
+
+def _is_final(norm: Tensor, scores: Tensor, cut: HeadWatch, sources: Sequence[Tensor], layout: TokenLayout) -> bool:
+    """Return True if every path passes a norm, of which a token depends on at most one token of the last block.
+
+    One token of each image is tested.
+    """
+    channels = channel_axis(norm.shape, layout) if norm.ndim > 2 else None
+    if channels is None or is_bypassed(scores, norm, sources):
+        return False
+    batch = len(norm) if cut.image is None else len(cut.image)
+    images = 1 if norm.shape[0] != batch == norm.shape[1] else 0  # [tokens, batch, channels]
+    token = tuple(slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.shape))
+    chosen = torch.zeros_like(norm)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    inside = [each.tokens for each in graph.later[: graph.later.index(norm)] if each.kind == "container"]
-    before = [each for each in reversed(inside) if each.numel() == last.numel()]
-    reached = graph.differentiate(norm.tokens, chosen, [*before, last])
-    nearest = next((gradient for gradient in reached if gradient is not None and is_nonzero(gradient)), None)
-    norms = None if nearest is None else token_norms(nearest, layout)
-    return nearest is None or (norms is not None and int((norms > 0).sum(dim=1).max()) <= 1)
+    [reached] = torch.autograd.grad(norm, [cut.runs[-1].leaf], chosen, retain_graph=True, allow_unused=True)
+    if reached is None or not reached.any():
+        return True
+    norms = token_norms(reached, layout)
+    return norms is not None and int((norms > 0).sum(dim=1).max()) <= 1
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:

@@ -19,7 +19,7 @@ from vitflow.models.blocks import block_norms, block_paths_of
 from vitflow.models.calls import logits_of
 from vitflow.recording.certificate import Certificate, blocks_of, certify_features
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import HeadInput, HeadWatch, is_bypassed
+from vitflow.recording.head import BlockRun, HeadWatch, is_bypassed
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, Backward, RecordedLayers
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Readouts, describe_readouts, readout_words
@@ -279,9 +279,9 @@ class Trace(RecordedLayers):
         return self._backward[key]
 
     @property
-    def _cuts(self) -> list[HeadInput]:
-        """Outputs of blocks where the graph of the pass is cut."""
-        return [] if self.watch is None else [each for each in self.watch.seen if each.kind == "block"]
+    def _cuts(self) -> Sequence[BlockRun]:
+        """Runs of blocks after which the graph of the pass is cut."""
+        return [] if self.watch is None else self.watch.runs
 
     def share_passing(self, path: str, targets: Tensor) -> Tensor:
         """Return the share of the gradient of each image's target that passes a block on its way to the pixels.
@@ -295,7 +295,7 @@ class Trace(RecordedLayers):
         scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            if not is_bypassed(scores, [tokens], [self.pixels], self._cuts):
+            if not is_bypassed(scores, tokens, [self.pixels], self._cuts):
                 return whole.new_ones(len(whole))
         [above] = self._differentiate([scores], [torch.full_like(scores, scale)], [tokens])
         if above is None:
@@ -336,15 +336,21 @@ class Trace(RecordedLayers):
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         raw = self._differentiate([scores], [torch.full_like(scores, scale)], inputs)
-        some = self.known_top is not None and any(gradient is None for gradient in raw[: len(parts)])
-        unread = self.head.unread_layers() if some else ()
-        for (name, _), gradient in zip(parts, raw, strict=False):
-            if gradient is None and name not in unread:
-                remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
-                raise UnsupportedModelError(
-                    f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {name} "
-                    f"(unused or copied), so its gradient is None. Use {remedy}."
-                )
+        reached = [number for number, gradient in enumerate(raw[: len(parts)]) if gradient is not None]
+        unused = next(
+            (
+                name
+                for (name, _), gradient in zip(parts[: max(reached, default=len(parts))], raw, strict=False)
+                if gradient is None
+            ),
+            None,
+        )
+        if unused is not None:  # layers above are not read by the head
+            remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
+            raise UnsupportedModelError(
+                f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {unused} "
+                f"(unused or copied), so its gradient is None. Use {remedy}."
+            )
         gradients = iter(
             torch.zeros_like(source) if gradient is None else at_least_float32(gradient) / scale
             for source, gradient in zip(inputs, raw, strict=True)
@@ -368,7 +374,7 @@ class Trace(RecordedLayers):
                 if total is None or source is None:
                     continue
                 roots, weights = [source], [total]
-            tensors = [*inputs, *(cut.tokens for cut in cuts[:below])]
+            tensors = [*inputs, *(cut.leaf for cut in cuts[:below])]
             try:
                 gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
             except RuntimeError as error:  # checkpointing does not support torch.autograd.grad, or hooks of one pass
