@@ -61,18 +61,13 @@ class Case:
 
 def with_maps(cases: Sequence[Case]) -> list[Case]:
     """Return the cases of one run with their maps, computed as a batch."""
-    explainer, protocol = cases[0].explainer, cases[0].protocol
-    maps: dict[str, dict[str, Saliency]] = {case.name: {} for case in cases}
-    for has_target in (True, False):
-        batch = [case for case in cases if (case.truth.target is not None) == has_target]
-        if not batch:
-            continue
-        targets = np.array([case.truth.target for case in batch]) if has_target else None
-        flat = explainer.explain_batch([case.image.image for case in batch], methods=protocol.methods, targets=targets)
-        pairs = [(case, method) for case in batch for method in protocol.methods]
-        for (case, method), saliency in zip(pairs, flat, strict=True):
-            maps[case.name][method.label] = saliency
-    return [replace(case, maps=maps[case.name]) for case in cases]
+    methods, targets = cases[0].protocol.methods, [case.truth.target for case in cases]
+    images, labels = [case.image.image for case in cases], [method.label for method in methods]
+    flat = cases[0].explainer.explain_batch(images, methods=methods, target=targets)
+    by_image = (flat[start : start + len(labels)] for start in range(0, len(flat), len(labels)))
+    return [
+        replace(case, maps=dict(zip(labels, maps, strict=True))) for case, maps in zip(cases, by_image, strict=True)
+    ]
 
 
 def measure(case: Case) -> dict[str, Any]:

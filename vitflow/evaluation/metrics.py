@@ -115,12 +115,6 @@ _METRICS = (
         "Depends on the order of values only, and large objects are easier.",
     ),
     _localisation(
-        "average_precision",
-        "average precision",
-        "Precision of the highest pixels for the object, averaged over all thresholds.",
-        "Chance is the object's share of the area, so data sets with different object sizes are not comparable.",
-    ),
-    _localisation(
         "mean_iou",
         "mean IoU",
         "IoU of the map, thresholded at its mean, with object and background.",

@@ -12,7 +12,7 @@ from vitflow.registry.method_table import get_method
 # What the best method of each question does, and the metrics that answer it: the first one with enough values. A map
 # that changes with the class need not be on it, so class sensitivity is no answer.
 _QUESTIONS = {
-    "is most often on the object": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "is most often on the object": ("roc_auc", "mean_iou", "energy", "pointing_game"),
     "ranks best the patches that the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
     "separates one class from another best": ("grid_auc", "separation"),
 }

@@ -14,7 +14,7 @@ from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
-from vitflow.methods.fusion import HeadFusion, LargestValues, SignedFusion, check_layer, normalize_rows, one_head
+from vitflow.methods.fusion import HeadFusion, LargestValues, SignedFusion, check_layer, normalize_rows
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
@@ -326,7 +326,8 @@ def attention(
     if head is None:
         matrix = trace.fused(head_fusion, value_weighted=value_weighted)[index]
     else:
-        matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
+        heads = trace.heads(value_weighted=value_weighted)[index].detach()
+        matrix = heads[:, check_layer("head", head, heads.shape[1])]
         matrix = normalize_rows(matrix) if value_weighted else matrix
     tokens = [layer.tokens for layer in trace.layers]
     windows = matrix.unflatten(0, (-1, tokens[index].windows))

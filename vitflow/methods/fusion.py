@@ -311,13 +311,6 @@ def check_layer(name: str, layer: int, count: int) -> int:
     raise OptionError(f"Expected {name} from 1 to {count} (or -1 for the last), got {layer}.")
 
 
-def one_head(attention: Tensor, head: int) -> Tensor:
-    """Return head 1 … H, or −1 for the last, of [batch, heads, tokens, tokens], as [batch, tokens, tokens]."""
-    if attention.ndim == 3:
-        raise OptionError("A single head requires attention of all heads, got fused attention: omit head_fusion.")
-    return attention[:, check_layer("head", head, attention.shape[1])]
-
-
 def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
     """Check a readout over tokens and return it as [batch, tokens]; a single vector applies to the whole batch."""
     if not isinstance(readout, Tensor) or not (torch.compiler.is_exporting() or torch.isfinite(readout).all()):

@@ -1,4 +1,4 @@
-"""Localisation: five measures of a heatmap against the pixels of a region.
+"""Localisation: four measures of a heatmap against the pixels of a region.
 
 All of them use the pixels of the original image inside the model input. A heatmap is NaN outside of it (and may be set
 to NaN at unknown pixels), and NaN pixels are ignored. If the region covers all or none of the other pixels, every
@@ -24,7 +24,7 @@ CELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Localisation:
-    """The five measures of a map and a region.
+    """The four measures of a map and a region.
 
     Attributes:
         pointing_game: 1.0 if the map's highest pixel is in the region, else 0.0. Of tied pixels the one nearest to
@@ -35,8 +35,6 @@ class Localisation:
             the minimum, where they rescale the map.
         roc_auc: probability that a pixel of the region is higher than one of the background, ties counted half. Source:
             Hanley & McNeil, "The Meaning and Use of the Area under a ROC Curve", Radiology, 1982.
-        average_precision: Σ (R_k − R_{k−1}) P_k over the distinct values as thresholds, without interpolation, as
-            scikit-learn's `average_precision_score`; the region's share of the area for a constant map.
         mean_iou: mean of the IoU of the region with the pixels above the map's mean, and of the background with the
             others. Source: the segmentation test of Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention
             Visualization", CVPR 2021, §4.2, here for each image, over the pixels of the original image inside the model
@@ -46,12 +44,11 @@ class Localisation:
     pointing_game: float
     energy: float
     roc_auc: float
-    average_precision: float
     mean_iou: float
 
 
 def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
-    """Compute all five measures of a map and a region; the pixels are sorted once.
+    """Compute all four measures of a map and a region; the pixels are sorted once.
 
     Args:
         heatmap: the map over the image, [height, width], NaN outside the model input.
@@ -61,8 +58,8 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
         ShapeError: the shapes differ, or the region is not bool.
 
     >>> scores = localise(np.array([[0.9, 0.8, 0.1, np.nan]]), np.array([[True, False, False, True]]))
-    >>> scores.roc_auc, scores.pointing_game, scores.average_precision
-    (1.0, 1.0, 1.0)
+    >>> scores.roc_auc, scores.pointing_game
+    (1.0, 1.0)
     """
     if heatmap.ndim != 2 or heatmap.shape != region.shape or region.dtype != np.bool_:
         raise ShapeError(
@@ -82,7 +79,6 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
         pointing_game=float(region[_highest_pixel(heatmap)]),
         energy=float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean()),
         roc_auc=float(np.diff(misses) @ (hits[1:] + hits[:-1]) / 2.0 / (hits[-1] * misses[-1])),
-        average_precision=float(np.diff(hits) @ (hits[1:] / (hits[1:] + misses[1:])) / hits[-1]),
         mean_iou=(_iou(predicted, inside) + _iou(~predicted, ~inside)) / 2.0,
     )
 

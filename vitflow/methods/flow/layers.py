@@ -41,12 +41,10 @@ def parse_window(layers: LayerRange, count: int) -> tuple[int, int]:
     >>> parse_window(2, 12), parse_window((1, -2), 12), parse_window("9:", 12), parse_window("all", 12)
     ((11, 12), (1, 11), (9, 12), (1, 12))
     """
-    expected = f'Expected layers="all", a number from 1 to {count}, or (first, last) from 1 to {count}, got {layers!r}.'
-    if isinstance(layers, str):  # as the command line gives it
-        expected = (
-            f"Expected layers as all, a number from 1 to {count} (the last ones), or FIRST:LAST from 1 to {count}, "
-            f"such as {max(count - 3, 1)}:{count}, got {layers}."
-        )
+    expected = (
+        f"Expected layers as all, a number from 1 to {count} (the last ones), or FIRST:LAST from 1 to {count}, such as "
+        f"{max(count - 3, 1)}:{count} (in Python also a pair), got {layers!r}."
+    )
     try:
         if layers == "all":
             return 1, count
