@@ -9,6 +9,7 @@ for a method. FOLDER keeps what was measured.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,12 +33,11 @@ def register_blurred(name: str) -> None:
     """Add a method whose maps are those of a method after a Gaussian blur with σ of one patch."""
     method = get_method(name)
 
-    def blurred(trace: TargetedTrace) -> torch.Tensor:
-        grids = make_maps(method, method.complete({}), trace)[0].grids.double().cpu().numpy()
+    def blurred(trace: TargetedTrace, **options: object) -> torch.Tensor:
+        grids = make_maps(method, method.complete(options), trace)[0].grids.double().cpu().numpy()
         return torch.from_numpy(gaussian_filter(grids, (0.0, 1.0, 1.0), mode="reflect"))
 
-    fields = {"needs": method.needs, "class_specific": method.class_specific, "refine_stage": "none"}
-    register_method(name + BLURRED, blurred, **fields)
+    register_method(replace(method, name=name + BLURRED, title="", function=blurred, refine_stage="none"))
 
 
 def blur_table(actual: Evaluation) -> str:
