@@ -20,7 +20,7 @@ from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Protocol
-from vitflow.evaluation.run import _settings, choose
+from vitflow.evaluation.run import choose
 from vitflow.evaluation.samples import Dataset
 from vitflow.folder.saved import fingerprint_difference, run_fingerprint
 from vitflow.folder.work import make_job
@@ -134,7 +134,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
         protocols = [Protocol(tuple(choose([(method.name, given)], {})[:1]), ("faithfulness",)) for given in options]
-        settings = [_settings(dataset, entry, protocol) for protocol in protocols]
+        settings = [protocol.settings(dataset, entry) for protocol in protocols]
         assert settings[0]["options"] != settings[1]["options"]
 
 

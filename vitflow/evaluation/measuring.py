@@ -15,10 +15,11 @@ from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.samples import Labelled, is_turned
-from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class
+from vitflow.evaluation.samples import Dataset, Labelled, is_turned
+from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
+from vitflow.folder.saved import run_fingerprint
 from vitflow.methods.similarity import is_constant
 from vitflow.registry.choices import ChosenMethod
 
@@ -37,6 +38,23 @@ class Protocol:
     seed: int = 0
     sanity_images: int = 24
     unchecked: tuple[str, ...] = ()
+
+    def settings(self, dataset: Dataset, explainer: Explainer) -> dict[str, Any]:
+        """Return everything that the rows depend on; runs with equal settings may share a folder."""
+        data = {"data": dict(dataset.identity) or {"name": dataset.name}}
+        measured: dict[str, Any] = {"groups": list(self.groups), "seed": self.seed}
+        if "sanity" in self.groups:
+            measured |= {"sanity_images": self.sanity_images, "unchecked": list(self.unchecked)}
+        if "faithfulness" in self.groups:
+            measured |= {"replace_by": self.replace, "points": self.points}
+        return run_fingerprint("evaluation", data, explainer.fingerprint(), self.methods, measured)
+
+    def groups_of(self, dataset: Dataset) -> dict[str, tuple[str, ...]]:
+        """Return the groups of each image; sanity is measured on a random subset."""
+        names = [sample.name for sample in dataset.samples]
+        drawn = set(sorted(names, key=lambda name: random_order(name, self.seed))[: self.sanity_images])
+        quick = tuple(group for group in self.groups if group != "sanity")
+        return {name: self.groups if name in drawn else quick for name in names}
 
 
 # Values by label of a map, then by name.

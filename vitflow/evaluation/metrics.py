@@ -48,14 +48,12 @@ class Group:
         title: heading of their section.
         question: the question.
         needs: what it requires: "regions" (in the data) or "classes" (of the model), or nothing.
-        costly: True if it takes many forward passes per image, and is measured on a random subset of the images.
         undefined: reasons for undefined values.
     """
 
     title: str
     question: str
     needs: str = ""
-    costly: bool = False
     undefined: str = ""
 
 
@@ -76,7 +74,6 @@ GROUPS = {
     "sanity": Group(
         "Sanity",
         "Does the map depend on the weights, and differ between classes?",
-        costly=True,
         undefined="a map is constant",
     ),
     "grid": Group(

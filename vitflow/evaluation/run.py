@@ -27,10 +27,9 @@ from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_same
 from vitflow.evaluation.metrics import GROUPS, choose_metrics
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
-from vitflow.evaluation.targets import ImageGrid, choose_target, explain_samples, make_grids, random_order
+from vitflow.evaluation.targets import ImageGrid, choose_target, explain_samples, make_grids
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.columns import failed_row, pack_half, unpack_half
-from vitflow.folder.saved import run_fingerprint
 from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import Batches, RunProgress, Tally, explainer_for
 from vitflow.images.figures import check_format, save_figure
@@ -47,7 +46,7 @@ from vitflow.registry.choices import (
 from vitflow.registry.method_table import BASELINES, Method, list_methods
 from vitflow.registry.option_types import MethodOptions
 
-#: Default number of images for the costly groups.
+#: Default number of images for the sanity checks.
 SANITY_IMAGES = 24
 
 # Maps per image and method in the sanity checks: random weights and another class.
@@ -146,9 +145,9 @@ def evaluate(
         # With "all", methods that run the model again would dominate the time of the sanity checks.
         unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),
     )
-    settings = _settings(dataset, explainer, protocol)
+    settings = protocol.settings(dataset, explainer)
     grids = make_grids(dataset.samples, explainer, protocol.seed) if "grid" in groups else {}
-    run = _Run(dataset, explainer, protocol, _groups_of(dataset, protocol), grids, batch_size, progress)
+    run = _Run(dataset, explainer, protocol, protocol.groups_of(dataset), grids, batch_size, progress)
     rows = list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite)
     measured = [row for row, _ in rows if row["status"] == "measured"]
     if not measured:
@@ -239,28 +238,6 @@ def _applicable_methods(
         if not any(isinstance(error, NoGradientError) for error in refused.values()):
             break
     return [method for method in chosen if method.name not in refused], left_out(refused)
-
-
-def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol) -> dict[str, Any]:
-    """Return everything that the rows depend on; runs with equal settings may share a folder."""
-    data = {"data": dict(dataset.identity) or {"name": dataset.name}}
-    groups, measured = protocol.groups, dict[str, Any]()
-    measured |= {"groups": list(groups), "seed": protocol.seed}
-    if any(GROUPS[group].costly for group in groups):
-        measured["sanity_images"] = protocol.sanity_images
-    if "sanity" in groups:
-        measured["unchecked"] = list(protocol.unchecked)
-    if "faithfulness" in groups:
-        measured |= {"replace_by": protocol.replace, "points": protocol.points}
-    return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
-
-
-def _groups_of(dataset: Dataset, protocol: Protocol) -> dict[str, tuple[str, ...]]:
-    """Return the groups of each image; the costly groups are measured on a random subset."""
-    quick = tuple(group for group in protocol.groups if not GROUPS[group].costly)
-    names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: random_order(name, protocol.seed))[: protocol.sanity_images])
-    return {name: protocol.groups if name in drawn else quick for name in names}
 
 
 @dataclass(frozen=True, slots=True)
