@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -265,27 +264,6 @@ def test_torchs_module_is_recorded_with_masks(called, separate):
     torch.testing.assert_close(fused.attentions[2], wanted.mean(dim=1), rtol=1e-4, atol=1e-6)
 
 
-def test_torchs_module_in_half_precision_and_in_training_is_recorded():
-    pixels = torch.randn(2, 3, 32, 32)
-    for dtype in (torch.bfloat16, torch.float32):
-        model = build()
-        model.blocks[2].attn = Many({"dropout": 0.5}, lambda b, n: {"attn_mask": upper(n)})
-        model = model.to(dtype).train(dtype == torch.float32)
-        with torch.no_grad():
-            torch.manual_seed(3)
-            plain = model(pixels.to(dtype))
-            torch.manual_seed(3)
-            with record_attention(model) as trace:
-                logits = model(pixels.to(dtype))
-        rounding = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(logits, plain, rtol=rounding, atol=rounding)
-        assert trace.attentions[2].dtype == torch.float32
-        assert (trace.attentions[2].triu(1) == 0).all()
-        torch.testing.assert_close(trace.attentions[2].sum(dim=-1), torch.ones(2, HEADS, 17))
-        if dtype == torch.bfloat16:  # a random pass cannot be repeated for its readout
-            assert trace.readout[0, 0] == 1
-
-
 def test_torchs_module_without_a_batch_axis_is_recorded_for_one_image():
     def unbatched(module: nn.Module, x: Tensor, **options) -> Tensor:
         return torch.stack([module.inner(one, one, one)[0] for one in x])
@@ -443,38 +421,6 @@ def test_attention_by_hand_is_noticed_behind_a_small_scale():
     model = build(init_values=1e-5)
     model.blocks[2].attn = Custom(model.blocks[2].attn, UNSEEN["log_softmax"])
     assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
-
-
-def test_checking_leaves_a_model_in_training_mode_as_it_was():
-    model, pixels = with_custom(by_hand).train(), torch.randn(2, 3, 32, 32)
-    model.norm_pre = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-    model.blocks[0].norm1 = MixedMlp(nn.Identity(), lambda x: norm(x.mT).mT)
-    norm = model.blocks[0].norm2 = nn.BatchNorm1d(WIDTH)
-    model.blocks[0].norm2 = nn.Identity()
-    model.add_module("batch_norm", norm)
-    twin = copy.deepcopy(model)
-    twin.blocks[0].norm1.how = lambda x: twin.batch_norm(x.mT).mT
-    torch.manual_seed(1)
-    with torch.no_grad():
-        twin(pixels)
-    after = generators()
-    torch.manual_seed(1)
-    assert "Custom (blocks.2.attn)" in run(model, pixels).refusal
-    assert generators() == after
-    assert all(module.training for module in model.modules())
-    assert norm.num_batches_tracked == twin.batch_norm.num_batches_tracked == 1
-    torch.testing.assert_close(norm.running_mean, twin.batch_norm.running_mean)
-
-
-def test_threads_that_check_one_model_get_the_same():
-    good, bad, pixels = build(), with_custom(by_hand), torch.randn(8, 3, 32, 32)
-    wanted = [run(build(), image[None]).fused() for image in pixels]
-    with ThreadPoolExecutor(8) as pool:
-        actual = list(pool.map(lambda image: (run(bad, image[None]).refusal, run(good, image[None])), pixels))
-    for (refusal, trace), layers in zip(actual, wanted, strict=True):
-        assert "Custom (blocks.2.attn)" in refusal
-        assert trace.refusal is None
-        assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
 
 
 def test_a_model_without_values_is_not_checked():

@@ -11,9 +11,7 @@ from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.explaining.applying import recording_options
 from vitflow.explaining.maps import rollout
-from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.layers import AttentionLayer, RecordedLayers
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 from vitflow.registry.method_table import get_method
@@ -119,16 +117,6 @@ def test_default_rollout_is_that_of_all_layers_in_float64():
         row = row @ references.residual(references.discard(layer[0].double().numpy(), 0.9, 1), 0.5)
     expected = references.co_attention([mean[1:, 1:] for mean in means]) @ row[1:]
     np.testing.assert_allclose(actual.grid.flatten(), expected, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "index", "expected"),
-    [(1, None, False), (None, [0, 2, 1, -1], False), (0, None, True), (1, [0, 2, 1, -1], True)],
-)
-def test_values_are_discarded_among_the_located_tokens(prefix, index, expected):
-    layout, index = TokenLayout(1, 1, 2), None if index is None else torch.tensor([index])
-    layer = AttentionLayer("attn", located=LayerTokens(layout, layout, index, index), prefix=prefix)
-    assert RecordedLayers([layer]).discards_other_values() is expected
 
 
 def test_values_kept_with_other_columns_than_prefix_tokens_are_not_used(monkeypatch):

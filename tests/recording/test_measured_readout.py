@@ -205,36 +205,6 @@ def test_a_saturated_image_without_a_declared_pooling_is_named_and_the_others_ha
         np.testing.assert_allclose(map_of.grid, expected.grid, rtol=1e-4, atol=1e-6 * expected.grid.max())
 
 
-class GatedNorm(nn.LayerNorm):
-    """A norm that also mixes the tokens of images with a large first token."""
-
-    limit = 1e9
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        y = super().forward(tokens)
-        mixes = tokens[:, :1, :1] > self.limit
-        return torch.where(mixes, y + 3 * y.roll(5, 1), y)
-
-
-def test_a_norm_that_mixes_the_tokens_of_a_later_image_is_measured_before_it():
-    model = Around(region)
-    norm = model.backbone.norm
-    model.backbone.norm = GatedNorm(48)
-    model.backbone.norm.load_state_dict(norm.state_dict())
-    kept: list[Tensor] = []
-    model.backbone.blocks[-1].register_forward_hook(lambda module, args, output: kept.append(output))
-    model(pixels())
-    first = kept[0][:, 0, 0].tolist()
-    model.backbone.norm.limit = sum(first) / 2
-    images = pixels()[np.argsort(first).tolist()]  # the second image is mixed
-    with record_attention(model) as trace:
-        model(images)
-    kept.clear()
-    [gradient] = torch.autograd.grad(model(images)[1].max(), kept)
-    norms = gradient[1].norm(dim=-1)
-    torch.testing.assert_close(trace.readout[1], norms / norms.sum(), rtol=1e-4, atol=1e-6)
-
-
 def test_features_without_classes_are_read_by_the_gradient_of_their_square():
     model = Around(lambda tokens: tokens[:, 0] + 0.5 * tokens[:, 3])
     model.probe, model.num_classes = nn.Identity(), 0

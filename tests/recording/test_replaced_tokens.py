@@ -256,29 +256,6 @@ def test_blocks_without_anything_called_attention_are_compared_before_any_rollou
     assert explainer.explain(images()[0], method="similarity", layer=1).grid.shape == (4, 4)
 
 
-@pytest.mark.parametrize("channels_first", [True, False])
-def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_first):
-    def rearranged(function):
-        def act(model, x, index):
-            x = function(model, x, index)
-            return x.mT if channels_first else x.unflatten(1, (1, -1))
-
-        model = Between(act)
-        for index in range(1, DEPTH):
-            model.vit.blocks[index] = Custom(
-                lambda self, x: self.block(x.mT if channels_first else x.flatten(1, 2)), block=model.vit.blocks[index]
-            )
-        return model, Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
-
-    model, explainer = rearranged(pruned_once)
-    saliency = explainer.explain(images()[0], method="rollout", preset="paper")
-    with record_attention(model, layout=TokenLayout(PREFIX, 4, 4)) as trace, torch.no_grad():
-        model(explainer.pixels(images()[0]))
-    assert np.abs(saliency.grid - literal(model, trace)[0].numpy()).max() < 1e-6
-    with pytest.raises(UnsupportedModelError, match="reorders"):
-        rearranged(permuted)[1].explain(images()[0], method="rollout")
-
-
 def test_tokens_that_a_hook_of_the_user_replaces_after_a_block_are_replaced():
     model = Between(lambda model, x, index: x)
     for index in range(1, DEPTH):
