@@ -14,7 +14,7 @@ demo: install
 test: install check
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-# Also what is marked as slow: every family of timm, hundreds of mutated files, the notebooks, and flow at full depth.
+# Also what is marked as slow: every family of timm, the notebooks, and flow at full depth.
 test-all: PYTEST_ARGS += -m ""
 test-all: test
 

@@ -11,7 +11,6 @@ import vitflow
 from tests.small import jitter, photo
 from vitflow import Explainer
 from vitflow.errors import OptionError
-from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, method_label, notes_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.recording.listening import Listening
@@ -66,14 +65,6 @@ def test_a_map_does_not_depend_on_what_else_is_recorded(twelve, affinity, start)
     np.testing.assert_allclose(together[1].grid, twelve.explain(image, method="gae").grid, rtol=1e-4)
     compared = vitflow.compare(image, twelve, methods=[("rollout", options)])
     np.testing.assert_allclose(compared.saliencies[0].grid, single, rtol=1e-4)
-
-
-def test_the_affinity_is_that_of_the_layers_of_the_product(twelve):
-    trace = twelve.record(photo(64, 64), means=True)
-    whole, upper = (affinity_of(trace, "attention", (4, 4), first).matrix for first in (1, 7))
-    trace.layers = trace.layers[6:]
-    trace.affinities.clear()
-    assert torch.equal(affinity_of(trace, "attention", (4, 4)).matrix, upper) and not torch.allclose(upper, whole)
 
 
 def test_the_paper_and_an_explicit_end_start_at_the_first_layer(twelve):

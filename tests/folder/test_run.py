@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -450,26 +449,6 @@ def test_every_fault_is_a_row_and_the_others_go_on(tmp_path):
     assert "max_pixels" in rows["bomb.png"]["message"]
     assert (summary.explained, summary.failed) == (7, 8)
     assert {row["input"] for row in summary.failures()} == set(errors)
-
-
-def test_images_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
-    source = fill(tmp_path / "in", 8)
-
-    def vanish(path, max_pixels):
-        if path.endswith("5.jpg"):
-            Path(path).unlink()
-        with monkeypatch.context() as patch:
-            if path.endswith("6.jpg"):
-                patch.setattr("builtins.open", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
-            return decode_file(path, max_pixels)
-
-    monkeypatch.setattr("vitflow.folder.decoders.decode_file", vanish)
-    summary = run(source, tmp_path / "out")
-    errors = {row["input"]: row["error"] for row in summary.failures()}
-    assert errors == {"5.jpg": "FileNotFoundError", "6.jpg": "PermissionError"} and summary.explained == 6
-    monkeypatch.undo()
-    again = run(source, tmp_path / "out")  # failed images are tried again
-    assert (again.total, again.explained, again.kept) == (7, 7, 6)
 
 
 def slow_image(path: Path) -> Path:
