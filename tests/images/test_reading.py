@@ -12,11 +12,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from tests.small import since
 from vitflow.errors import ImageError, ShapeError, VitflowWarning
 from vitflow.files import find_images
 from vitflow.images.reading import image_name, read_image, write_image
@@ -150,11 +147,8 @@ def test_cmyk_jpeg(adobe):
     assert np.abs(read_image(data).astype(int) - [255, 0, 0]).max() < 6
 
 
-@pytest.mark.parametrize(
-    ("mode", "color"), [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=since("pillow", "13"))]
-)
-def test_color_spaces_of_tiff(mode, color):
-    image = read_image(encode(Image.new(mode, (16, 12), color), "TIFF"))
+def test_cmyk_tiff():
+    image = read_image(encode(Image.new("CMYK", (16, 12), (0, 255, 255, 0)), "TIFF"))
     assert np.abs(image.astype(int) - [255, 0, 0]).max() < 6
 
 
@@ -403,24 +397,6 @@ def test_truncated_files(fmt, share):
     data = ENCODED[fmt]
     with pytest.raises(ImageError, match=r"truncated or corrupt|got an empty file"):
         read_image(data[: int(len(data) * share)])
-
-
-@pytest.mark.filterwarnings("ignore::vitflow.errors.VitflowWarning")
-@given(
-    st.sampled_from(sorted(ENCODED)), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1), st.data()
-)
-def test_damaged_files_raise_nothing_but_image_errors(fmt, changes, data):
-    damaged = bytearray(ENCODED[fmt])
-    # Half of the changes go to the first bytes, where the headers are.
-    for position, value in changes:
-        span = data.draw(st.sampled_from([64, len(damaged) - 1]))
-        damaged[int(position * span)] = value
-    try:
-        image = read_image(bytes(damaged), max_pixels=10**6)
-    except ImageError:
-        return
-    assert image.dtype == np.uint8
-    assert image.ndim == 3
 
 
 def test_decompression_bombs(monkeypatch):

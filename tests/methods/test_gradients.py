@@ -95,23 +95,6 @@ def test_from_a_patch_instead_of_the_answer():
     assert_equal(rolled, literal_vit.gradient_rollout(actual))
 
 
-def test_unfused_attention_gives_the_same_gradients():
-    model, pixels = literal_vit.timm_model(), photos()
-    expected = [grid(recorded(model, pixels), name) for name in ("gae", "gradient_rollout", "gradcam")]
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    with record_attention(model, gradients=True, features=["blocks.2.norm1"]) as trace:
-        model(pixels)  # no values are asked for: the un-fused softmax itself is recorded
-    trace = with_targets(trace, TARGETS)
-    paper = [grid(trace, name, preset="paper") for name in ("gae", "gradient_rollout")]
-    fused = recorded(literal_vit.timm_model(), pixels)
-    for name, ours in zip(("gae", "gradient_rollout"), paper, strict=True):
-        assert_equal(ours, grid(fused, name, preset="paper"), 1e-9)
-    unfused = recorded(model, pixels)
-    for name, ours in zip(("gae", "gradient_rollout", "gradcam"), expected, strict=True):
-        assert_equal(grid(unfused, name), ours, 1e-9)
-
-
 @pytest.mark.parametrize(("fused", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
     model, pixels = literal_vit.timm_model(), photos()

@@ -137,22 +137,6 @@ def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pyt
     assert sum(counted) == 90
 
 
-@pytest.mark.parametrize("length", [2, 60])
-def test_one_path_through_the_whole_staircase(length: int) -> None:
-    # Unit supplies and demands; supply i fits demands i and i + 1, so a wrong first choice is undone along all of them.
-    tokens = length + 1
-    stairs = np.eye(tokens) + np.eye(tokens, k=1)  # from upper token i to lower tokens i and i + 1
-    stairs[-1] = 0.0
-    for order in (np.arange(tokens), np.arange(tokens)[::-1], np.random.default_rng(0).permutation(tokens)):
-        capacities = np.zeros((3, tokens, tokens))
-        supply, demand = np.ones(tokens), np.ones(tokens)
-        demand[0] = 0.0  # so supply 0 must go to demand 1, supply 1 to demand 2, …
-        capacities[2, 0] = supply[order]
-        capacities[1] = stairs[order]
-        capacities[0, :, 0] = demand
-        assert max_flow(capacities, 0, [0]).values.tolist() == [float(length)]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     rng = np.random.default_rng(seed)
