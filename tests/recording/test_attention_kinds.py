@@ -264,6 +264,20 @@ def test_torchs_module_is_recorded_with_masks(called, separate):
     torch.testing.assert_close(fused.attentions[2], wanted.mean(dim=1), rtol=1e-4, atol=1e-6)
 
 
+def test_torchs_module_in_training_is_recorded_before_its_dropout():
+    model, pixels = build(), torch.randn(2, 3, 32, 32)
+    model.blocks[2].attn = Many({"dropout": 0.5}, lambda b, n: {"attn_mask": upper(n)})
+    model.train()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        plain = model(pixels)
+        torch.manual_seed(3)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trace.attentions[2].sum(dim=-1), torch.ones(2, HEADS, 17))
+
+
 def test_torchs_module_without_a_batch_axis_is_recorded_for_one_image():
     def unbatched(module: nn.Module, x: Tensor, **options) -> Tensor:
         return torch.stack([module.inner(one, one, one)[0] for one in x])

@@ -74,14 +74,6 @@ def test_a_module_around_a_block_is_noticed():
     assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.block.attn", "blocks.0", "blocks.1.attn"]
 
 
-def test_a_forward_method_is_noticed():
-    model = model_of()
-    recorded(model)
-    block = model.blocks[0]
-    block.forward = lambda tokens, **_: Eager()(type(block).forward(block, tokens))
-    assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.attn", "blocks.0", "blocks.1.attn"]
-
-
 def test_a_model_lives_no_longer_for_what_is_kept():
     model = model_of()
     model.blocks[0].owner = [model]  # a part that knows the whole

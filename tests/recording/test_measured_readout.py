@@ -66,19 +66,6 @@ def test_new_weights_give_a_new_readout(change, new):
     assert "17" not in explainer.explain(photo(), method="gae").facts["readout"]
 
 
-def test_outputs_with_state_have_the_readout_of_their_present_state():
-    weights = torch.zeros(17)
-    weights[0] = 1
-    explainer = Explainer(
-        Around(lambda tokens: tokens),
-        data_config=CONFIG,
-        outputs=lambda output: torch.einsum("bnk,n->bk", output, weights),
-    )
-    np.testing.assert_allclose(readout_in(explainer, photo()).detach(), CLASS, atol=1e-6)
-    weights.copy_(torch.tensor(PATCHES))
-    np.testing.assert_allclose(readout_in(explainer, photo()).detach(), PATCHES, atol=1e-6)
-
-
 def test_a_head_that_branches_on_its_input_has_the_readout_of_the_branch_for_each_image_of_a_batch():
     class Branching(Around):
         def forward(self, images: Tensor) -> Tensor:

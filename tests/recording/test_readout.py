@@ -504,18 +504,6 @@ def test_a_readout_is_observed_again_after_a_setting_has_changed():
             assert facts["readout"] == "1 patch, from the gradient of the output"
 
 
-def test_a_second_run_on_a_selected_part_of_the_image_has_no_map_of_both_runs():
-    def zoomed(self: nn.Module, images: Tensor) -> Tensor:
-        corner = int(self.model(images).detach().argmax()) % 2 * 16
-        part = images[..., corner : corner + 48, :48]
-        return self.model(nn.functional.interpolate(part, (SIZE, SIZE)))
-
-    explainer = Explainer(Custom(zoomed, model=timm_vit()), data_config=CONFIG)
-    for method in ("rollout", "gae"):
-        with pytest.raises(UnsupportedModelError, match="does not read the result|clause 1"):
-            explainer.explain(photo(), method=method)
-
-
 def test_a_stack_of_blocks_that_runs_again_on_its_output_is_one_model():
     def recurrent(self: nn.Module, images: Tensor) -> Tensor:
         model = self.model

@@ -256,6 +256,15 @@ def test_blocks_without_anything_called_attention_are_compared_before_any_rollou
     assert explainer.explain(images()[0], method="similarity", layer=1).grid.shape == (4, 4)
 
 
+def test_tokens_are_compared_if_blocks_return_them_with_an_axis_of_windows():
+    model = Between(lambda model, x, index: permuted(model, x, index).unflatten(1, (1, -1)))
+    for index in range(1, DEPTH):
+        model.vit.blocks[index] = Custom(lambda self, x: self.block(x.flatten(1, 2)), block=model.vit.blocks[index])
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    with pytest.raises(UnsupportedModelError, match="reorders"):
+        explainer.explain(images()[0], method="rollout")
+
+
 def test_tokens_that_a_hook_of_the_user_replaces_after_a_block_are_replaced():
     model = Between(lambda model, x, index: x)
     for index in range(1, DEPTH):
