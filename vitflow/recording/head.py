@@ -3,7 +3,7 @@
 The output of each block becomes a leaf of the graph, so that gradients at it are along paths that pass no later block.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tokens_of, with_tokens
-from vitflow.models.parts import module_paths
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook
 
@@ -57,11 +56,8 @@ class HeadWatch:
         num_tokens: number of tokens that the latest block returned, if it was a sequence.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[str] = (), *, cut: bool = False, gradients: bool = False
-    ) -> None:
-        self.blocks, self.cut = tuple(dict.fromkeys(blocks)), cut
-        self._model, self._gradients = model, gradients
+    def __init__(self, blocks: Sequence[str] = (), *, cut: bool = False, gradients: bool = False) -> None:
+        self.blocks, self.cut, self._gradients = tuple(dict.fromkeys(blocks)), cut, gradients
         self.reset()
 
     def reset(self) -> None:
@@ -81,10 +77,10 @@ class HeadWatch:
         self.image = pixels if pixels.requires_grad else None
         return copied_on_write(pixels)
 
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
+    def hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass, given the modules of the model by path."""
         inside = "."
-        for path, module in module_paths(self._model):
+        for path, module in modules.items():
             if not path or path.startswith(inside):
                 continue
             if path in self.blocks:

@@ -173,9 +173,9 @@ class Head:
 
     def _repeat(self, before: Tensor) -> tuple[Any, HeadWatch | None, str]:
         """Repeat the pass with gradients in the head alone; see `_cut`."""
-        call, watch = self._call, HeadWatch(self._call.model, self._blocks, cut=True)
+        call, watch = self._call, HeadWatch(self._blocks, cut=True)
         try:
-            with call.experiment(watch.hooks(), gradients=True, autocast=True):
+            with call.experiment(watch.hooks(call.state.modules), gradients=True, autocast=True):
                 outputs: Any = self._read(call(watch.begin(call.pixels), same_images=True))
         except (VitflowError, torch.OutOfMemoryError):
             raise

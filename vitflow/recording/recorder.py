@@ -5,7 +5,7 @@ While a model runs inside `record_attention`, a torch function mode intercepts `
 attention does not call, is not needed. Afterwards the model is restored exactly.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -138,7 +138,7 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
-        self._cut, self._watch = tuple(cut), HeadWatch(self._model)
+        self._cut, self._watch = tuple(cut), HeadWatch()
         self._is_open, self._reads, self._lower_layers = False, False, lower_layers
 
     def __enter__(self) -> Trace:
@@ -152,11 +152,12 @@ class record_attention:
             self._short_text: Call | None = None  # of a language model
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
-            modules = modules_of(self._called)
+            state = ModelState(self._model)
+            modules = state.every if self._called is self._model else modules_of(self._called)
             stack.enter_context(recordable_attention(modules))
             if self._attention:
                 check_recordable(self._model, modules)
-            stack.enter_context(hooked(self._fixed_hooks()))
+            stack.enter_context(hooked(self._fixed_hooks(state.modules)))
             if (self._gradients or self._cut) and has_running_norms(modules):
                 stack.enter_context(ContiguousNorms())
             if runs_compiled(modules):
@@ -180,23 +181,23 @@ class record_attention:
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
-    def _fixed_hooks(self) -> Iterator[Hook]:
+    def _fixed_hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[Hook]:
         """Yield the hooks that stay while the recording is open."""
         yield from self._hooks_of("", self._model)
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
             yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
-        modules = dict(self._model.named_modules()) if self._gradients and self._features else {}
-        streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
+        features = self._features if self._gradients else ()
+        streams = [[block_of(path), *entries_of(self._model, path)] for path in features]
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
-        for path in sorted({block for block, *_ in streams} & set(modules)):
+        for path in sorted({block for block, *_ in streams} & modules.keys()):
             yield Hook(modules[path], partial(self._keep_entered, path), before=True)
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
-            self._watch = HeadWatch(self._model, blocks, cut=bool(self._cut), gradients=self._gradients)
-        yield from self._watch.hooks()
+            self._watch = HeadWatch(blocks, cut=bool(self._cut), gradients=self._gradients)
+        yield from self._watch.hooks(modules)
 
     def _watch_modules(self, state: ModelState) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
