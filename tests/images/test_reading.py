@@ -447,16 +447,10 @@ def test_a_written_file_has_ordinary_permissions(tmp_path):
     assert (tmp_path / "map.png").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-@pytest.mark.parametrize(
-    ("name", "array", "error"),
-    [
-        *((name, RGB, ImageError) for name in ("map.bmp", "map", "map.png.part", ".png")),
-        *(("map.png", one, ShapeError) for one in (RGB.astype(np.float32), RGB[..., :2], RGB[None], RGB[:0])),
-    ],
-)
-def test_what_cannot_be_written_is_refused(tmp_path, name, array, error):
-    with pytest.raises(error, match="[Ee]xpected"):
-        write_image(tmp_path / name, array)
+@pytest.mark.parametrize("name", ["map.bmp", "map", "map.png.part", ".png"])
+def test_what_cannot_be_written_is_refused(tmp_path, name):
+    with pytest.raises(ImageError, match="[Ee]xpected"):
+        write_image(tmp_path / name, RGB)
     assert list(tmp_path.iterdir()) == []
 
 

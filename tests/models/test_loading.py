@@ -162,14 +162,10 @@ def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"0": "cat", "2": "dog"}', '{"a": 0, "b": 0}', "[[1]]", "null"])
-def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
+def test_hostile_class_names_are_refused(tmp_path, text):
     (tmp_path / "names.json").write_text(text)
     with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
         read_class_names(tmp_path / "names.json")
-    monkeypatch.setattr("vitflow.models.classes._LARGEST_NAMES", 3)
-    (tmp_path / "names.txt").write_text("cat\ndog")
-    with pytest.raises(ModelError, match="at most 3 bytes, got 7"):
-        read_class_names(tmp_path / "names.txt")
 
 
 def test_a_file_that_could_run_code_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Contrast, ImageTargets, Targets, contrasts_among, is_per_image, requested_targets
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
-from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.pen import Pen
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman
 from vitflow.registry.choices import DEFAULT_METHODS, MethodChoice, check_methods
@@ -192,7 +192,6 @@ class Comparison(FigureResult):
             rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
         return measure_agreement(self.labels, rows)
 
-    @takes_drawing_options
     def figure(
         self,
         path: str | os.PathLike[str] | None = None,

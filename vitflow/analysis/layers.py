@@ -24,7 +24,7 @@ from vitflow.explaining.targets import Contrast, Target
 from vitflow.images import overlay
 from vitflow.images.figures import Band, Cell, Column, FigureResult, draw_bands, written
 from vitflow.images.geometry import Placement
-from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.pen import Pen
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
@@ -75,7 +75,6 @@ class LayerMaps(FigureResult):
         """Return one record for JSON: the maps without values."""
         return [{"input": self.single[0].source, "maps": [saliency.to_dict() for saliency in self.saliencies]}]
 
-    @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
         """Draw all maps in one figure, each with separate colour limits.
 

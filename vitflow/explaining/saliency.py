@@ -17,7 +17,7 @@ from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
-from vitflow.images.pen import Mark, Pen, check_marks, takes_drawing_options
+from vitflow.images.pen import Mark, Pen, check_marks
 from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
 from vitflow.registry.choices import is_signed
@@ -168,7 +168,6 @@ class Saliency:
         """Return the values of the first and the last colour."""
         return pen.limits(self.drawn, signed=is_signed(self.method))
 
-    @takes_drawing_options
     def overlay(self, **drawing: Any) -> NDArray[np.uint8]:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
 
@@ -206,7 +205,6 @@ class Saliency:
             return self.patch_box if self.region is None else self.region
         return upsample(self.significant.astype(np.float32), self.placement, interpolation="nearest") > 0.5
 
-    @takes_drawing_options
     def figure(
         self,
         path: str | os.PathLike[str] | None = None,

@@ -1,10 +1,9 @@
 """Drawing of maps at a given size, with limits, boxes and colour bars."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import cv2
 import numpy as np
@@ -198,22 +197,7 @@ def _mark(drawn: NDArray[np.uint8], image: NDArray[np.uint8], marked: Mark | Non
 
 
 @cache
-def _options() -> dict[str, inspect.Parameter]:
-    """Return the drawing options: parameters of `Pen`, and of `overlay.blend` that it passes on."""
-    parameters = [one for of in (overlay.blend, Pen) for one in inspect.signature(of).parameters.values()]
-    others = {"width", "blending", "image", "heatmap", "soft", "mark_unseen"}
-    return {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in others}
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes_drawing_options(function: _Function) -> _Function:
-    """Add the drawing options of `**drawing` to the signature of a function."""
-    signature = inspect.signature(function)
-    *named, _ = signature.parameters.values()
-    left_out = {*signature.parameters}
-    left_out |= set() if "width" in left_out else {"dpi"}  # an overlay has the pixels of its image
-    more = {name: option for name, option in _options().items() if name not in left_out}
-    function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]
-    return function
+def _options() -> set[str]:
+    """Return the names of the drawing options: of `Pen`, and of `overlay.blend` that it passes on."""
+    names = {name for of in (overlay.blend, Pen) for name in inspect.signature(of).parameters}
+    return names - {"width", "blending", "image", "heatmap", "soft", "mark_unseen"}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
-from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
+from vitflow.errors import FrameError, ImageError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS, conversion
 from vitflow.images.conversion import FIRST_THREE, eight_bits, noted_range
@@ -153,10 +153,6 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         raise ImageError(
             f"Cannot write an image as {image_name(path)!r}: expected a name that ends in "
             f"{', '.join(sorted(WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
-        )
-    if array.dtype != np.uint8 or not (array.ndim == 2 or array.shape[2:] in ((3,), (4,))) or not array.size:
-        raise ShapeError(
-            f"Expected an image as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
         )
     if array.shape[2:] == (4,) and options["format"] == "JPEG":
         raise OptionError("JPEG has no transparency: write a .png or .webp, or use another background than none.")

@@ -19,7 +19,6 @@ from vitflow.errors import ModelError, OptionError
 
 # Class names as an argument: a file of names, the names in order, {index: name} or {name: index}.
 ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str] | Mapping[str, int]
-_LARGEST_NAMES = 64 * 2**20
 # An error about an unknown class lists the names of at most this many classes.
 _LISTED_CLASSES = 20
 # Files of timm with the WordNet ids of the classes of a model, by their number.
@@ -218,9 +217,6 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
     """Read class names from a file: JSON (a list, {index: name} or {name: index}), or text with one name per line."""
     path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > _LARGEST_NAMES:
-            raise ModelError(f"Expected class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}.")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot read class names from {path}: {error}.") from error

@@ -17,8 +17,6 @@ from vitflow.models.classes import ClassNames, checked_class_names
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.names import class_count, remember_name
 
-# Parameters allowed beyond twice those of the file, for classes that the file lacks.
-_EXTRA_PARAMETERS = 25_000_000
 # Arguments of `Explainer` that timm would take for options of a model.
 _OF_EXPLAINER = {"device", "dtype", "fit", "data_config", "layout", "activation", "outputs"}
 
@@ -126,9 +124,6 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
         inferred |= parts
         draft = _draft(name, options | inferred)
     _check_numbers(weights, draft, path)
-    needed, given = (sum(weight.numel() for weight in state.values()) for state in (draft.state_dict(), weights))
-    if needed > 2 * given + _EXTRA_PARAMETERS:
-        raise _mismatch(weights, weights, draft, path, name)  # before memory is allocated
     inferred |= infer_sizes(weights, draft, options)
     model: nn.Module = create_model(name, pretrained=False, **options, **inferred)
     adapt, adapted = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None), weights
