@@ -27,22 +27,6 @@ def pages_of(image: Image.Image) -> int:
     return pages
 
 
-def eight_bits(values: NDArray[Any], mode: str, file_format: str | None, notes: list[str]) -> NDArray[np.uint8]:
-    """Return 8-bit values of channels of 16 or 32 bits, by the mode and format of Pillow; add a note on their range."""
-    if mode == "L":
-        return noted_range(values, notes, deep=False)
-    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
-    if mode.startswith("I;16") or (mode == "I" and file_format in ("PPM", "PNG")):
-        return noted_range((values >> 8).astype(np.uint8), notes, deep=bool(values.any()))
-    largest = float(values.max())
-    if not np.isfinite(values).all():
-        raise FloatingPointError
-    scales = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
-    scaled = np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
-    return noted_range(scaled, notes, deep=full > 255)
-
-
 def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, least: int = 16) -> NDArray[np.uint8]:
     """Return 8-bit values unchanged; add a note if their colours fill a small part of their range.
 

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from vitflow.errors import FrameError, ImageError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS, conversion
-from vitflow.images.conversion import FIRST_THREE, eight_bits, noted_range
+from vitflow.images.conversion import FIRST_THREE, noted_range
 
 ImageSource = str | os.PathLike[str] | bytes | BinaryIO | Image.Image | np.ndarray
 
@@ -51,8 +51,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
 
     The first frame of an animation or a multi-page file is read. Transparent pixels are blended with white. More than
     8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256. 32-bit integers and
-    floats have no defined range: they are divided by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that is at
-    least the largest value, and negative values count as 0.
+    floats are refused, as they have no defined range.
 
     A VitflowWarning names bands and pages that are not used, and values that fill a small part of their range, such as
     12 bits in 16. A fourth band of a TIFF or JPEG 2000 file or of an array is transparency only if most visible pixels
@@ -201,10 +200,6 @@ def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | Non
         ) from error
     except PermissionError as error:
         raise ImageError(f"Could not read {name}: {error.strerror}. Check its permissions.") from error
-    except FloatingPointError:
-        raise ImageError(
-            f"Expected finite pixel values in {name}, got NaN or infinity: pass an array without them."
-        ) from None
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise ImageError(
@@ -278,6 +273,12 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     file_format = image.format
+    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
+    if image.mode == "F" or (image.mode == "I" and file_format not in ("PPM", "PNG")):
+        raise ImageError(
+            f"Expected {image_name(image)!r} to have 8 or 16 bits per channel, got 32, of which the range is unknown: "
+            "pass an array of floats from 0 to 1, which are its values divided by the largest possible one."
+        )
     pages = conversion.pages_of(image)
     notes = [f"page 1 of {pages} is read; the others are left out"] if pages > 1 else []
     samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
@@ -293,8 +294,10 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     image = image if turn is None else image.transpose(turn)
     if image.mode == "La":
         image = image.convert("LA")
-    if image.mode.startswith(("I", "F")):
-        return conversion.grey_to_rgb(eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        grey = noted_range((values >> 8).astype(np.uint8), notes, deep=bool(values.any()))
+        return conversion.grey_to_rgb(grey), notes
     if image.mode in ("RGB", "RGBX") and samples > 3:  # Pillow gave the fourth band, too, before 10.4
         notes.append(FIRST_THREE.format(samples))
     if not image.has_transparency_data:
