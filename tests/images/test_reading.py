@@ -200,15 +200,13 @@ def written(values: np.ndarray, suffix: str) -> bytes:
         (written(GREY16 >> 2, ".tiff"), 4),  # 14 bits
         (written(RGB.astype(np.uint16) << 2, ".png"), 64),  # 10 bits, in colour
         (GREY16 >> 8, 256),
-        (32768 + (GREY16 >> 5), 16),  # an offset
         (GREY16 / 65535 / 20, 16),
-        (encode(RGB >> 4), 16),
     ],
 )
 def test_values_in_a_part_of_their_range_are_mentioned_with_the_remedy(source, part):
     with pytest.warns(VitflowWarning, match=rf"1/{part} of their range.*4095 for 12 bits"):
         dark = read_image(source)
-    assert dark.max() <= 256 // part or dark.max() - dark.min() < 16
+    assert dark.max() <= 256 // part
     # the remedy
     np.testing.assert_array_equal(read_image((GREY16 >> 4) / 4095), grey(np.rint((GREY16 >> 4) / 4095 * 255)))
 
@@ -239,8 +237,7 @@ def test_a_fourth_band_of_other_sources_is_mentioned():
     infrared = np.tile(BANDS, (4, 4, 1))
     with pytest.warns(VitflowWarning, match="bands 1, 2 and 3 of 4"):
         np.testing.assert_array_equal(read_image(encode(infrared, "JPEG2000", irreversible=False)), infrared[..., :3])
-    with pytest.warns(VitflowWarning, match="partly transparent"):  # as PNG defines it
-        image = read_image(encode(BANDS))
+    image = read_image(encode(BANDS))  # as PNG defines it
     assert np.abs(image - over_white(RGB, BANDS[..., 3:])).max() <= 0.5 + 1e-9
     radar = Image.merge("LA", [Image.fromarray(RGB[..., 0]), Image.fromarray(RGB[..., 1])])
     with pytest.warns(VitflowWarning, match="band 1 of 2"):

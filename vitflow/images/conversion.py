@@ -27,17 +27,11 @@ def pages_of(image: Image.Image) -> int:
     return pages
 
 
-def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, least: int = 16) -> NDArray[np.uint8]:
-    """Return 8-bit values unchanged; add a note if their colours fill a small part of their range.
-
-    `deep` values had more than 8 bits, of which fewer are more often in use; others are noted below 1 / `least`.
-    """
-    colours = values[..., :3] if values.ndim == 3 else values
-    lowest, highest = int(colours.min()), int(colours.max())
+def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool) -> NDArray[np.uint8]:
+    """Return 8-bit values; add a note if `deep` ones, of more than 8 bits, fill a small part of their range."""
+    highest = int(values[..., :3].max() if values.ndim == 3 else values.max())
     part = next((part for part in (256, 64, 16, 4) if highest <= 256 // part), 1)
-    if deep and highest - lowest < 16:
-        part = max(part, 16)
-    if part >= (4 if deep else least) and (highest > lowest or (deep and not highest)):
+    if deep and part > 1:
         notes.append(
             f"its values fill 1/{part} of their range: the model sees at most {256 // part} of 255. If "
             "that is not intended, pass an array of floats from 0 to 1: the values divided by the largest possible "
@@ -54,10 +48,7 @@ def without_alpha(rgba: NDArray[np.uint8], notes: list[str], used: str | None) -
     alpha = rgba[:, :, 3]
     visible = alpha[alpha > 0]
     partly = visible[visible < 255]
-    if 2 * partly.size <= visible.size or partly.min() == partly.max():
-        return over_white(rgba)
-    if used is None:
-        notes.append("most of its pixels are partly transparent: if the fourth channel is a band, pass RGB only")
+    if used is None or 2 * partly.size <= visible.size or partly.min() == partly.max():
         return over_white(rgba)
     notes.append(used)
     return np.ascontiguousarray(rgba[:, :, :3])
@@ -77,9 +68,8 @@ def from_array(array: NDArray[Any]) -> tuple[NDArray[np.uint8], list[str]]:
             f"got {array.shape}." + (" Put the channels last: array.transpose(1, 2, 0)." if first else "")
         )
     notes: list[str] = []
-    wide, plain = array.dtype.kind == "u" and array.dtype.itemsize == 2, array.dtype == np.uint8
-    used = bool(array.any())
-    if wide:
+    deep = array.dtype != np.uint8 and bool(array.any())
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         array = (array >> 8).astype(np.uint8)
     elif np.issubdtype(array.dtype, np.floating):
         low, high = float(array.min()), float(array.max())
@@ -89,13 +79,13 @@ def from_array(array: NDArray[Any]) -> tuple[NDArray[np.uint8], list[str]]:
                 f"Divide by 255, or convert to uint8."
             )
         array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
-    elif not plain:
+    elif array.dtype != np.uint8:
         remedy = "array.astype(np.uint8) * 255" if array.dtype == bool else "array.astype(np.uint8)"
         condition = "For black and white" if array.dtype == bool else "If its values are from 0 to 255"
         raise ShapeError(
             f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. {condition}: {remedy}."
         )
-    array = noted_range(array, notes, deep=wide and used, least=256 if plain else 16)  # plain arrays are often dark
+    array = noted_range(array, notes, deep=deep)
     if array.ndim == 2:
         return grey_to_rgb(array), notes
     if array.shape[2] == 4:

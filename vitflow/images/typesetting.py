@@ -143,26 +143,26 @@ def font_families() -> list[str]:
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
 
 
-def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
+def decimal(value: float | None, digits: int = 3) -> str:
     """Format a number for tables: a true minus sign, no −0, and a dash for None.
 
-    >>> decimal(-0.0004), decimal(-0.25, 2), decimal(0.5, 1, signed=True), decimal(None)
-    ('0.000', '−0.25', '+0.5', '–')
+    >>> decimal(-0.0004), decimal(-0.25, 2), decimal(None)
+    ('0.000', '−0.25', '–')
     """
     if value is None:
         return "–"
-    return f"{round(value, digits) + 0.0:{'+' if signed else ''}.{digits}f}".replace("-", "−")
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
-def readable(*values: float, largest: float | None = None) -> tuple[tuple[str, ...], str]:
+def readable(*values: float) -> tuple[tuple[str, ...], str]:
     """Format numbers with as many decimals as give the largest two digits, and a common power of 10.
 
-    The power is empty unless the numbers are very small or large. `largest` replaces the largest of them.
+    The power is empty unless the numbers are very small or large.
 
     >>> readable(0.00021, 0.0134), readable(-0.5, 0.0, 2.0), readable(1.2e-6, 3.4e-5)
     ((('0', '0.013'), ''), (('−0.5', '0', '2'), ''), (('1', '34'), '× 10⁻⁶'))
     """
-    largest = max(map(abs, values)) if largest is None else largest
+    largest = max(map(abs, values))
     magnitude = math.floor(math.log10(largest)) if 0 < largest < math.inf else 0
     power = 0 if -3 <= magnitude < 5 else 3 * (magnitude // 3)
     decimals = max(1 - magnitude + power, 0)

@@ -15,13 +15,8 @@ from vitflow.images.reading import MAX_PIXELS, image_name
 from vitflow.progress import tracking
 
 
-def read_video(
-    path: str | os.PathLike[str], count: int, *, max_frames: int | None = None, max_pixels: int = MAX_PIXELS
-) -> NDArray[np.uint8]:
-    """Read evenly spaced frames of a video file, uint8 RGB [frames, height, width, 3]; at most as many as there are.
-
-    Files with more frames than max_frames, or with frames of more than max_pixels, are refused.
-    """
+def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
+    """Read evenly spaced frames of a video file, uint8 RGB [frames, height, width, 3]; at most as many as there are."""
     if count < 1:
         raise OptionError(f"Expected at least 1 frame, got frames={count}.")
     name = image_name(str(path))
@@ -30,16 +25,14 @@ def read_video(
     video = cv2.VideoCapture(os.fspath(path))
     try:
         width, height = (int(video.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
-        if width * height > max_pixels:
-            raise ImageError(f"Expected at most {max_pixels:,} pixels a frame in {name!r}, got {width} × {height}.")
+        if width * height > MAX_PIXELS:
+            raise ImageError(f"Expected at most {MAX_PIXELS:,} pixels a frame in {name!r}, got {width} × {height}.")
         decoded = 0
         # The count in the header is often an estimate.
         with tracking("reading", max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 1)) as progress:
             while video.grab():
                 decoded += 1
                 progress(1)
-                if max_frames is not None and decoded > max_frames:
-                    raise ImageError(f"Expected {name!r} to have at most {max_frames:,} frames, got more.")
         count = min(count, decoded)
         chosen = set(((np.arange(count) + 0.5) * decoded / max(count, 1)).astype(int).tolist())
         video.open(os.fspath(path))  # from the start again; seeking fails in a video of one frame
