@@ -19,12 +19,10 @@ HEIC_SUFFIXES = frozenset({".heic", ".heics", ".heif", ".heifs", ".hif"})
 _READ = ".avif .bmp .dib .gif .jfif .jp2 .jpe .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
 #: Suffixes of image files that are read.
 READ_SUFFIXES = frozenset(_READ.split()) | (HEIC_SUFFIXES if find_spec("pillow_heif") else frozenset())
-# Image files of cameras, medicine, microscopes, satellites and graphics.
+# Image files of cameras, medicine, microscopes and graphics.
 _UNREAD = (
-    ".3fr .arw .cr2 .cr3 .crw .dcr .dng .erf .fff .gpr .iiq .kdc .mef .mos .mrw .nef .nrw .orf .pef .raf .raw .rw2 "
-    ".rwl .sr2 .srf .srw .x3f .dcm .dicom .mgz .mha .mhd .nii .nrrd .bif .czi .ims .lif .lsm .mrxs .nd2 .ndpi .oib "
-    ".oif .scn .svs .vsi .zvi .ecw .fit .fits .hdr .ntf .sid .djvu .emf .eps .exr .flif .ico .icns .j2c .j2k .jls "
-    ".jpf .jpx .jxl .jxr .pam .pcx .pfm .psb .psd .qoi .ras .rgb .rgba .sgi .svg .svgz .tga .wdp .wmf .xbm .xcf .xpm"
+    ".arw .cr2 .cr3 .dng .nef .nrw .orf .pef .raf .raw .rw2 .srw .dcm .dicom .nii .nrrd .czi .lif .nd2 .ndpi .svs "
+    ".fits .hdr .eps .exr .ico .j2k .jpx .jxl .pcx .psd .svg .tga .xcf"
 )
 #: Suffixes of image files that are not read.
 UNREAD_SUFFIXES = (frozenset(_UNREAD.split()) | HEIC_SUFFIXES) - READ_SUFFIXES

@@ -34,7 +34,10 @@ def infer_parts(weights: Weights, draft: nn.Module, given: Mapping[str, Any]) ->
     others. Therefore the options of a draft may require further ones.
     """
     state, options = draft.state_dict(), dict[str, Any]()
-    head, (stem, expected) = _classifier_of(draft), (each.get(_stem_of(draft)) for each in (weights, state))
+    head, (stem, expected) = (
+        _named(draft, "classifier"),
+        (each.get(f"{_named(draft, 'first_conv')}.weight") for each in (weights, state)),
+    )
     by_name = all(name in state or name.startswith(f"{head}.") for name in weights)
     if stem is not None and expected is not None and stem.ndim == expected.ndim and stem.shape[1] != expected.shape[1]:
         options["in_chans"] = stem.shape[1]
@@ -109,7 +112,7 @@ def with_plain_head(weights: Weights, draft: nn.Module, path: Path, name: str) -
     Raises:
         ModelError: the head has further weights.
     """
-    head = _classifier_of(draft)
+    head = _named(draft, "classifier")
     inside = [each for each in weights if each.startswith(f"{head}.")]
     if not inside or f"{head}.weight" in inside or f"{head}.weight" not in draft.state_dict():
         return dict(weights), []
@@ -155,22 +158,16 @@ def plain_model_of(weights: Weights) -> str | None:
     return name if next(shapes) == next(shapes) else None
 
 
-def _classifier_of(draft: nn.Module) -> str | None:
-    """Return the path of the classifier of a timm model, of two the first."""
-    classifier: Any = (getattr(draft, "pretrained_cfg", None) or {}).get("classifier")
-    classifier = classifier[0] if isinstance(classifier, list | tuple) else classifier
-    return None if classifier is None else str(classifier)
-
-
-def _stem_of(draft: nn.Module) -> str:
-    """Return the name of the weight of a timm model that reads the channels of the image."""
-    stem: Any = (getattr(draft, "pretrained_cfg", None) or {}).get("first_conv")
-    return f"{stem[0] if isinstance(stem, list | tuple) else stem}.weight"
+def _named(draft: nn.Module, part: str) -> str | None:
+    """Return the path of the "classifier" or the "first_conv" of a timm model, of two the first."""
+    path: Any = (getattr(draft, "pretrained_cfg", None) or {}).get(part)
+    path = path[0] if isinstance(path, list | tuple) else path
+    return None if path is None else str(path)
 
 
 def _classes_in(weights: Weights, draft: nn.Module) -> tuple[str | None, int | None]:
     """Return the name of a model's classifier and its number of classes in the file; None if it is missing there."""
-    classifier = _classifier_of(draft)
+    classifier = _named(draft, "classifier")
     name = f"{classifier}.weight"
     head, expected = weights.get(name), draft.state_dict().get(name)
     if head is None or not head.ndim or (expected is not None and head.shape[1:] != expected.shape[1:]):

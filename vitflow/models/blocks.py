@@ -22,25 +22,19 @@ _LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 _LAST_NORMS = ("norm", "layernorm", "layer_norm", "post_layernorm", "ln")
 
 
-def library_blocks(model: nn.Module) -> dict[str, Any]:
-    """Return the stacks of blocks with a first norm, by module path; empty for models of timm."""
-    if embedding_of(model) is None:
-        return {}
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(module)
-        and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
-    }
-
-
 def _stacks(model: nn.Module) -> dict[str, Any]:
     """Return the stacks of blocks, by module path; empty if those of a timm model have different reductions."""
-    blocks = getattr(transformer_of(model), "blocks", None)
-    if stacks := library_blocks(model):
-        return stacks
-    uniform = len({reduction for _, reduction in _stages(model)}) <= 1
+    if embedding_of(model) is not None:  # of another library: lists of blocks with a first norm
+        stacks = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.ModuleList | nn.Sequential)
+            and len(module)
+            and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
+        }
+        if stacks:
+            return stacks
+    blocks, uniform = getattr(transformer_of(model), "blocks", None), len({size for _, size in _stages(model)}) <= 1
     return {f"{_root(model)}blocks": blocks} if uniform and isinstance(blocks, nn.Sequential | nn.ModuleList) else {}
 
 
@@ -48,7 +42,7 @@ def first_stack(model: nn.Module) -> nn.Sequential | nn.ModuleList | None:
     """Return the module whose children are the blocks of a model, in order, the first if there are several; or None."""
     blocks = getattr(transformer_of(model), "blocks", None)
     known = isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks) > 0
-    return blocks if known else next(iter(library_blocks(model).values()), None)
+    return blocks if known else next(iter(_stacks(model).values()), None)
 
 
 def _root(model: nn.Module) -> str:

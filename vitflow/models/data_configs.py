@@ -165,16 +165,17 @@ def from_steps(steps: Sequence[Any], channels: int = 3) -> dict[str, Any]:
     """
     settings, scaled = dict[str, Any](), False
     for step in steps:
-        name, scales = type(step).__name__, _scales(step)
-        if name in _READ_STEPS and name not in settings and _is_plain(step, scaled):
+        name = type(step).__name__
+        if name in _SCALING and getattr(step, "scale", True):
+            scaled = True
+        elif name in _READ_STEPS and name not in settings and _is_plain(step, scaled):
             settings[name] = step
-        elif not scales and not _changes_nothing(step, channels, scaled):
+        elif not _changes_nothing(step, channels, scaled):
             raise OptionError(
                 "Expected data_config as a Compose of Resize, CenterCrop, ToTensor and Normalize of torchvision, once "
                 f"each, got {step!r:.120}. Pass the transform of the evaluation, or a mapping with input_size=(3, "
                 "height, width), mean and std."
             )
-        scaled |= scales
     resize, crop, normalize = map(settings.get, _READ_STEPS)
     if not scaled or [*settings] != [name for name in _READ_STEPS if name in settings]:
         raise OptionError("Expected a Compose that resizes, crops and scales images from 0 to 1 (ToTensor), in order.")
@@ -201,13 +202,8 @@ def _size_of(resize: Any, crop: Any, channels: int) -> dict[str, Any]:
 
 # Transforms whose settings are read, in their order, and those that change no values of an RGB image.
 _READ_STEPS = ("Resize", "CenterCrop", "Normalize")
+_SCALING = ("ToTensor", "MaybeToTensor", "ConvertImageDtype", "ToDtype")  # to values from 0 to 1
 _CONVERSIONS = ("PILToTensor", "ToImage", "ToPureTensor", "MaybePILToTensor", "RGB")
-
-
-def _scales(step: Any) -> bool:
-    """Return True for a transform that scales images to values from 0 to 1."""
-    name = type(step).__name__
-    return name in ("ToTensor", "MaybeToTensor", "ConvertImageDtype") or bool(name == "ToDtype" and step.scale)
 
 
 def _is_plain(step: Any, scaled: bool) -> bool:
