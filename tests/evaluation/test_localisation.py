@@ -9,8 +9,6 @@ from sklearn.metrics import roc_auc_score
 from vitflow.errors import ShapeError
 from vitflow.evaluation import localise
 
-MEASURES = ("pointing_game", "energy", "roc_auc", "mean_iou")
-
 
 def disc(height=40, width=50, centre=(18, 22), radius=9) -> np.ndarray:
     y, x = np.mgrid[:height, :width]

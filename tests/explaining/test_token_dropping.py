@@ -13,8 +13,7 @@ from tests import literal_vit
 from tests.small import Custom, jitter, since
 from vitflow import Explainer
 from vitflow.analysis.removal import can_drop_tokens, check_can_drop
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining import token_dropping
+from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
 from vitflow.methods.tokens import TokenLayout
 
@@ -192,21 +191,3 @@ def test_a_given_layout_is_taken():
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
     with pytest.raises(UnsupportedModelError, match="Expected 18 tokens"):
         check_can_drop(explainer, (32, 32))
-
-
-def test_wrong_input_is_named():
-    model, pixels = literal_vit.timm_model(), torch.zeros(1, 3, 32, 32, dtype=torch.float64)
-    with pytest.raises(ShapeError, match=r"pixels \[1, channels, height, width\]"):
-        run_on_patches(model, pixels.expand(2, -1, -1, -1), KEPT)
-    with pytest.raises(ShapeError, match=r"kept \[choices, patches\]"):
-        run_on_patches(model, pixels, KEPT[0])
-    with pytest.raises(ShapeError, match="float32"):
-        run_on_patches(model, pixels, KEPT.float())
-    with pytest.raises(OptionError, match="from 0 to 15, got"):
-        run_on_patches(model, pixels, KEPT + 1)
-
-
-def test_out_of_memory_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(token_dropping, "_run", Mock(side_effect=torch.OutOfMemoryError("too small")))
-    with pytest.raises(torch.OutOfMemoryError):
-        can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.sampling import draw_masks, regress
 
 PATCHES, MASKS = 12, 40
@@ -68,15 +67,3 @@ def test_equal_patches_and_equal_scores_give_no_weight():
     constant = regress(kept, torch.full((MASKS,), 2.0), torch.eye(PATCHES))
     for each in (alone, constant):
         assert each.mean.abs().max() == 0.0 and each.std.abs().max() == 0.0
-
-
-def test_wrong_arguments_are_named():
-    kept, scores, factor = example()
-    with pytest.raises(ShapeError, match=r"got torch.float64 \(40, 12\)"):
-        regress(kept.double(), scores, factor)
-    with pytest.raises(ShapeError, match=r"factor .* and \(11, 12\)"):
-        regress(kept, scores, factor[1:])
-    with pytest.raises(ShapeError, match="at least two masks, got 1"):
-        regress(kept[:1], scores[:1], factor)
-    with pytest.raises(OptionError, match="positive noise, got 0"):
-        regress(kept, scores, factor, noise=0.0)

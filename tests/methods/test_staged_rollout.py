@@ -126,33 +126,6 @@ def test_windows_fused_while_the_model_runs_are_those_fused_afterwards():
         torch.testing.assert_close(kept, expected)
 
 
-@pytest.mark.parametrize(("layer", "shift"), [(1, 0), (2, 2)])
-def test_the_windows_of_a_patch_light_up_at_its_pixels(layer, shift):
-    """One layer, read from one patch: exactly the pixels of that patch's window have attention."""
-    model, pixels = swin(1), torch.randn(1, 3, SIDE, SIDE, dtype=torch.float64)
-    with torch.no_grad(), record_attention(model) as trace:
-        model(pixels)
-    matrix = trace.windows(trace.fused("mean"))[layer - 1]
-    entry = trace.layers[layer - 1].tokens
-    for row, col in ((5, 9), (0, 0), (15, 3)):
-        readout = torch.zeros(1, 256, dtype=torch.float64)
-        readout[0, row * 16 + col] = 1.0
-        tokens, layout = staged_rollout([matrix], [entry], readout=readout)
-        lit = np.argwhere(layout.to_grid(tokens)[0].numpy() > 1e-9)
-        if shift == 0:
-            rows, cols = range(row // 4 * 4, row // 4 * 4 + 4), range(col // 4 * 4, col // 4 * 4 + 4)
-        else:  # windows begin at 2, 6, 10, 14; the last one is cut by the edge, where Swin masks what lies beyond it
-            rows, cols = _shifted(row), _shifted(col)
-        assert {tuple(cell) for cell in lit} == {(i, j) for i in rows for j in cols}
-
-
-def _shifted(index: int) -> range:
-    if index < 2:
-        return range(2)
-    start = (index - 2) // 4 * 4 + 2
-    return range(start, min(start + 4, 16))
-
-
 def test_a_marked_window_lies_on_the_right_pixels_of_the_photograph():
     model = swin(1).float()
     explainer = Explainer(

@@ -209,31 +209,6 @@ def test_the_windows_of_transformers_swin_are_detected_where_they_are(name):
     assert all(np.ptp(one.grid) > 0 for one in actual if one.method != "gradcam")
 
 
-def test_torchvisions_attention_equals_its_weights_written_out():
-    model = torchvision_vit()
-    inputs: list[Tensor] = []
-    hooks = [
-        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
-        for block in model.encoder.layers
-    ]
-    with torch.no_grad():
-        plain = model(pixels())
-        for hook in hooks:
-            hook.remove()
-        with record_attention(model) as trace:
-            logits = model(pixels())
-    assert (logits - plain).abs().max() <= 1e-5 * plain.abs().max()
-    assert torch.backends.mha.get_fastpath_enabled()
-    assert (trace.layout, trace.pooling) == (TokenLayout(1, 4, 4), "class token")
-    assert block_norms(model) == [f"encoder.layers.encoder_layer_{number}.ln_1" for number in range(3)]
-    for block, given, recorded in zip(model.encoder.layers, inputs, trace.attentions, strict=True):
-        attention = block.self_attention
-        joined = given.double() @ attention.in_proj_weight.double().T + attention.in_proj_bias.double()
-        query, key, _ = joined.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)  # [batch, heads, tokens, 8] each
-        expected = (query @ key.transpose(-1, -2) / 8**0.5).softmax(dim=-1)
-        torch.testing.assert_close(recorded.double(), expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

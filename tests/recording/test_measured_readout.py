@@ -102,20 +102,6 @@ def test_the_readout_equals_the_closed_form_in_every_precision(dtype, pool, expe
     assert trace.readout_words(None)[0].startswith(words)
 
 
-def test_one_output_of_many_with_another_scale_has_another_readout():
-    def head(tokens: Tensor, model: nn.Module) -> Tensor:
-        return torch.cat([tokens[:, 0] * 1e4, 1e-4 * tokens[:, 5, :1]], dim=1)
-
-    model = of_tokens(head)
-    model.probe = nn.Identity()
-    explainer = Explainer(model, data_config=CONFIG)
-    first, last = explainer.explain_batch([photo()], methods=["rollout"], targets=[3, 48])
-    assert (first.facts["readout"], last.facts["readout"]) == (
-        "class token",
-        "1 patch, from the gradient of the output",
-    )
-
-
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_a_norm_that_runs_twice_has_the_map_of_one_that_runs_once(method):
     def several(model: nn.Module, images: Tensor) -> Tensor:

@@ -36,10 +36,6 @@ def head(width: int = WIDTH // HEADS, attend=None) -> nn.Module:
     return Custom(lambda self, x: attend(self.q(x), self.k(x), self.v(x)), **parts)
 
 
-def fused_with_axis(q, k, v):
-    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-
-
 def join(self, results):
     return self.proj(torch.cat(list(results), -1))
 
@@ -61,20 +57,7 @@ JOINED = {
     "fused": lambda: listed(
         lambda self, x: join(self, (each(x) for each in self.heads)), attend=F.scaled_dot_product_attention
     ),
-    "fused with an axis": lambda: listed(
-        lambda self, x: join(self, (each(x) for each in self.heads)), attend=fused_with_axis
-    ),
     "buffer": lambda: listed(in_buffer),
-    "attributes": lambda: Custom(
-        lambda self, x: join(self, (getattr(self, name)(x) for name in "abcd")),
-        **{name: head() for name in "abcd"},
-        proj=nn.Linear(WIDTH, WIDTH),
-    ),
-    "dictionary": lambda: Custom(
-        lambda self, x: join(self, (each(x) for each in self.heads.values())),
-        heads=nn.ModuleDict({name: head() for name in "abcd"}),
-        proj=nn.Linear(WIDTH, WIDTH),
-    ),
     "sum": lambda: listed(lambda self, x: self.proj(sum(each(x) for each in self.heads)), width=WIDTH),
 }
 
