@@ -254,7 +254,9 @@ def test_tokens_of_convolutional_stems_are_drawn_around_their_centres(kernel):
     assert [span[:2] for span in trace.layout.extent] == [(-3.5, 8)] * 2  # pixel 8 i is in the middle of token i
 
 
-@pytest.mark.parametrize(("name", "options"), [("pvt_v2_b0", {"depths": (1, 1, 1, 1)}), ("tiny_vit_5m_224", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("pvt_v2_b0", {"depths": (1, 1, 1, 1)}), ("tiny_vit_5m_224", {"depths": (1, 1, 1, 1)})]
+)
 def test_uniform_attention_is_a_uniform_map_through_padded_strided_convolutions(name, options):
     """Their receptive fields contain the cells of an even grid: no corner counts more than the others."""
     torch.manual_seed(0)

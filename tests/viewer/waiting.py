@@ -25,7 +25,7 @@ def watched(browser: Any, width: int = 1200, height: int = 900, **options: Any) 
 
 def until(page: Any, expression: str, arg: Any = None) -> None:
     """Wait until something holds on the page, whose policy lets no test wait in it."""
-    for _ in range(200):
+    for _ in range(600):  # half a minute: the machine may be busy
         if page.evaluate(expression, arg):
             return
         page.wait_for_timeout(50)
