@@ -33,8 +33,8 @@ from vitflow.recording.layers import (
     ModuleAttention,
     close_layer,
 )
-from vitflow.recording.parallel import Layers
-from vitflow.recording.projections import Projection, stored_projection
+from vitflow.recording.parallel import Layers, layers_of_image
+from vitflow.recording.projections import Projection, ResultCheck, projections_of, stored_projection
 from vitflow.recording.trace import Trace
 
 # Difference of the sums of two rows, relative to their absolute sums, above which attention is not a product's factor.
@@ -51,7 +51,7 @@ class Listening(Interception):
         means, discard_ratio: True to keep means over heads; share of the smallest values that are not kept.
         within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
-        call: the recorded model call with images.
+        call, observed: the recorded model call with images; the call that `observe` repeats with one input.
         projections: output projections of attention modules by path, if values are requested.
         left_out: layers that are not intercepted: the numbers of their queries and keys by path.
         recorded: paths of the finished layers of the pass.
@@ -87,7 +87,9 @@ class Listening(Interception):
         self.batch = 1
         self.tokens: int | None = None
         self.call: Call | None = None
+        self.observed: Call | None = None
         self.projections: dict[str, Projection] = {}
+        self._checks: dict[str, ResultCheck] = {}  # of stored projections that are used for the first time
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._left: Counter[str] = Counter()  # modules of parallel layers that have run
@@ -96,6 +98,24 @@ class Listening(Interception):
     def end_pass(self) -> None:
         """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
         self._trace = Trace()
+        if self._checks and self.observed is not None:
+            names = {name for name, check in self._checks.items() if check.passed}
+            self.observed.cached(ResultCheck, set[str]).update(names)
+            if len(names) < len(self._checks):
+                self.observe()
+        self.release()
+
+    def release(self) -> None:
+        """Remove the hooks of projections."""
+        while self._checks:
+            self._checks.popitem()[1].remove()
+
+    def observe(self) -> None:
+        """Read what runs with one input show of the modules that are one layer, and of their projections."""
+        if self.observed is not None:
+            self.modules = layers_of_image(self.observed)
+            if self.values:
+                self.projections = projections_of(self.observed, self.modules.joined, self.within)
 
     def check_batch_first(self, query: Tensor, key: Tensor) -> None:
         """Raise UnsupportedModelError if attention that takes [tokens, batch, channels] has the first two swapped."""
@@ -143,7 +163,10 @@ class Listening(Interception):
             visible = None if visible is None else visible.any(dim=-2, keepdim=True)
         vectors, keys = attention.value.detach(), self._keys_of(attention.key, None if packed else arrange)
         vectors = vectors if packed or arrange is None else arrange(vectors)
-        part = ModuleAttention(probabilities, arrange, vectors, self._projection(), attention.mixed, keys, visible)
+        projection = self._projection()
+        if check := self._checks.get(name):
+            check.add(probabilities.detach().to(attention.value) @ attention.value.detach())
+        part = ModuleAttention(probabilities, arrange, vectors, projection, attention.mixed, keys, visible)
         self._open.setdefault(self.modules.layer(name)[0], []).append(part)
 
     def accepts_parts(self, query: Tensor) -> bool:
@@ -172,8 +195,10 @@ class Listening(Interception):
         fused: dict[FusionKey, Tensor | LargestValues] = {}
         matrices = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
         mean = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
-        fuse = PartFusion(values)
+        fuse, check = PartFusion(values), self._checks.get(name)
         for part in parts:
+            if check is not None:
+                check.add(part.mixed)
             for choice, matrix in matrices.items():
                 fuse(part, choice, out=matrix[part.images, part.queries])
             if mean is not None:
@@ -192,7 +217,14 @@ class Listening(Interception):
             return None
         name = self.path[-1][0]
         if name not in self.projections:
-            self.projections[name] = stored_projection(self.path)
+            projection, record = stored_projection(self.path)
+            if projection is None:
+                self.observe()
+            elif self.observed is not None and name not in self.observed.cached(ResultCheck, set[str]):
+                self._checks[name] = ResultCheck(projection, ran=type(self.path[-1][1]) is nn.MultiheadAttention)
+            if projection is None and name not in self.projections:
+                raise record.error()
+            self.projections.setdefault(name, record)
         return self.projections[name]
 
     def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
@@ -233,6 +265,7 @@ class Listening(Interception):
         """Return how attention was computed if it was in pieces, as "image by image"; otherwise an empty text."""
         if len(parts) < 2:
             return ""
+        self.observe()
         if name in self.modules.serial:
             return "step by step"
         module = self.model.get_submodule(name)

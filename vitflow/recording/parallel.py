@@ -96,6 +96,19 @@ def layers_of_image(call: Call) -> Layers:
     return call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: _observe(call, call.pixels[:1]))
 
 
+def known_layers(call: Call) -> Layers | None:
+    """Return `layers_of_image` if a run or a recorded pass has shown them."""
+    known: Layers | None = call.cache.get((layers_of_image, *call.pixels.shape[1:]))
+    return known
+
+
+def remember_layers(call: Call, layers: Sequence[AttentionLayer]) -> None:
+    """Store that each of these modules is a layer, as each reads the result of the one below."""
+    shapes = {layer.name: layer.example.shape for layer in layers}
+    one = {name: (shape[0] // len(call.pixels), shape[-2], shape[-1]) for name, shape in shapes.items()}
+    call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: Layers(shapes=one))
+
+
 def short_text(state: ModelState, device: torch.device) -> Call:
     """Return the call of a language model with a short text, for runs that observe it."""
     ids = state.cached(short_text, lambda: plain_token_ids(state.model, _LENGTH))

@@ -29,7 +29,7 @@ from vitflow.recording.head import as_tokens, remember_blocks
 from vitflow.recording.isolation import Hook, checkpointing_error, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, stack_of
-from vitflow.recording.parallel import Layers, layers_of_image
+from vitflow.recording.parallel import known_layers
 from vitflow.recording.receptive_fields import (
     Gradients,
     Misplaced,
@@ -90,8 +90,8 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     mixing = [name for name in trace.names if name not in within]
     if refusal is not None:
         return Refusal(refusal, 3)
-    key = (Layers.refusal, *mixing, *call.pixels.shape[1:])
-    if (refusal := call.cached(key, lambda: layers_of_image(call).refusal(call.model, mixing))) is not None:
+    known = known_layers(call)
+    if known is not None and (refusal := known.refusal(call.model, mixing)) is not None:
         return Refusal(refusal, 2)
     if not whole or not trace.layers:
         return None

@@ -1,9 +1,10 @@
 """Output projections of attention modules: the matrices W_O by which values are weighted.
 
-They are observed once per model and input size, in a run of one image twice. Results of attention are noise, to which
-the second image has a constant added. Its projection must get this constant, or a multiple, beside anything that is
-added, and must be one linear map: its stored weight, or, with adapters, quantisation or parametrizations, a matrix that
-is measured on unit vectors.
+A projection that can only multiply by its stored weight must get the results of attention alone, in the first pass that
+is weighted. Others are observed once per model and input size, in a run of one image twice. Results of attention are
+noise, to which the second image has a constant added. The projection must get this constant, or a multiple, beside
+anything that is added, and must be one linear map: its stored weight, or, with adapters, quantisation or
+parametrizations, a matrix that is measured on unit vectors.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,6 +32,8 @@ _ROUNDING, _OF_TYPE = 1e-3, 4
 _LINEAR = 0.05
 # The constant that is added to results of attention in the second image, and the rounding of its multiple.
 _STEP, _NEAR = 8.0, 0.02
+# Rounding of sums over the results of attention, relative to their size.
+_SAME = 3e-3
 # Forward methods that only multiply by the stored weight.
 _PRODUCTS = (nn.Linear.forward, nn.Conv2d.forward)
 
@@ -98,19 +101,52 @@ def projections_of(call: Call, joined: Collection[str], within: str = "") -> dic
     return dict(found)
 
 
-def stored_projection(path: Sequence[tuple[str, nn.Module]]) -> Projection:
-    """Return the projection of a running module that was not observed, if it only multiplies by its weight."""
+def stored_projection(path: Sequence[tuple[str, nn.Module]]) -> tuple[nn.Module | None, Projection]:
+    """Return the projection of a running module if it only multiplies by its weight, else None; and its record."""
     projection, record = _projection_of(path, ())
+    module = path[-1][1]
     plain = (
         projection is not None
         and type(projection).forward in _PRODUCTS
         and "forward" not in vars(projection)
         and type(projection._parameters.get("weight")) is nn.Parameter
-        and not foreign_hooks(modules_of(projection))
+        and not foreign_hooks([module, *modules_of(projection)])
+        and not (module.training or has_other_forward(module) or record.groups > 1)
     )
-    if not plain:
-        raise record.error()
-    return record
+    return projection if plain else None, record
+
+
+class ResultCheck:
+    """Check that a projection gets the results of an attention module, which are only arranged.
+
+    Args:
+        ran: True if the projection does not run itself, as its module multiplies by the weight.
+    """
+
+    def __init__(self, projection: nn.Module, *, ran: bool) -> None:
+        self.passed = ran
+        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self._hook = Hook(projection, self._compare, before=True)
+
+    def add(self, result: Tensor) -> None:
+        """Add results of the attention."""
+        self._sums += _sums(result)
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = next(tensors_in([args, kwargs]))
+        expected, self._sums = self._sums, torch.zeros_like(self._sums)
+        limit = _SAME * torch.stack([(given.numel() * expected[1]).sqrt(), expected[1]])
+        self.passed = bool(((_sums(given) - expected).abs() <= limit).all())
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Return the sum of all entries, and that of their squares, which do not depend on their order."""
+    flat = tensor.detach().double()
+    return torch.stack([flat.sum(), flat.square().sum()]).cpu()
 
 
 def _projection_of(
@@ -123,6 +159,7 @@ def _projection_of(
         projection = output_projection(around)
     weight = None if projection is None else projection_weight(projection)
     groups = getattr(module, "num_key_value_groups", 1)
+    weight = None if weight is None else weight.detach()
     return projection, Projection(f"{type(module).__name__} ({name})", weight, groups)
 
 

@@ -38,7 +38,7 @@ from vitflow.recording.isolation import (
 )
 from vitflow.recording.layers import LOWER_LAYERS, FusionKey
 from vitflow.recording.listening import Listening
-from vitflow.recording.parallel import layers_of_image, short_text
+from vitflow.recording.parallel import Layers, known_layers, layers_of_image, remember_layers, short_text
 from vitflow.recording.places import locate
 from vitflow.recording.projections import projections_of
 from vitflow.recording.trace import Trace
@@ -168,6 +168,7 @@ class record_attention:
     def _close(self) -> None:
         self._unhook()
         self._listening.end_all()
+        self._listening.release()
         self._is_open = self._reads = False
 
     def __exit__(
@@ -226,17 +227,20 @@ class record_attention:
         self._listening.path.append((name, module))
         return (args, kwargs) if not name else None
 
-    def _leave(self, name: str, args: Any, output: Any) -> None:
+    def _leave(self, name: str, args: Any, output: Any) -> Any:
         left = self._listening.leave(name)
         if left and name in self._watched and name not in self._listening.left_out:
             self._listening.end()
         if output is None:  # an exception was raised
-            return
+            return None
         self._listening.close(name)
         if not name:
             self.trace.output = output
             if (logits := self._outputs(output)) is not None:
                 self._finish(logits)
+                if self._was_other() and (call := self._listening.call) is not None:
+                    return self._model(*call.args, **call.kwargs)
+        return None
 
     def _keep(self, path: str, args: Any, output: Any) -> Any:
         if self._gradients and not torch.is_grad_enabled():
@@ -288,7 +292,7 @@ class record_attention:
             self._listening.tokens = given.shape[1]
             refuse_static(reads_cache(kwargs))
             self._short_text = self._short_text or short_text(state, given.device)
-            self._observe_once(self._short_text)
+            self._observe(self._short_text)
             return args, kwargs
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
@@ -296,7 +300,7 @@ class record_attention:
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
         self._listening.call = Call(state, args, kwargs, given, autocast_state(given.device))
-        self._observe_once(self._listening.call)
+        self._observe(self._listening.call)
         if not self._lower_layers:
             self._listening.left_out = state.cache.get((LOWER_LAYERS, self._listening.call.size), {})
         trace.begin(pixels, self._outputs, self._listening.call)
@@ -306,13 +310,27 @@ class record_attention:
             {name: copied if value is given else value for name, value in kwargs.items()},
         )
 
-    def _observe_once(self, call: Call) -> None:
-        """Read what runs on one input have shown of the attention modules and their projections."""
+    def _observe(self, call: Call) -> None:
+        """Use what an earlier pass has shown of the attention modules; of images only if there was a reason to look."""
         if not self._attention:
             return
-        modules = self._listening.modules = layers_of_image(call)
-        if self._listening.values:
-            self._listening.projections = projections_of(call, modules.joined, self._within)
+        self._listening.observed = call
+        if self._reads or self._within or (projections_of, *call.pixels.shape[1:]) in call.cache:
+            self._listening.observe()
+        else:
+            self._listening.modules = known_layers(call) or Layers()
+
+    def _was_other(self) -> bool:
+        """Return True if a pass shows that some of its modules are one layer, so that it has to be repeated."""
+        trace, call = self.trace, self._listening.call
+        if not self._attention or self._within or call is None or known_layers(call) is not None:
+            return False
+        certificate = trace.certificate
+        if trace.refusal is None and certificate is not None and not certificate.error:
+            remember_layers(call, trace.layers)
+            return False
+        layers = layers_of_image(call)
+        return bool(layers.joined or layers.by_head)
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
