@@ -17,8 +17,8 @@ input size, and docs/inside.md says how, and what is not noticed. The files, in 
 - `interception`, `attending`, `attention_kinds`: attention in torch functions; `listening`, `layers`, `projections`:
   the matrices of each layer; `parallel`: modules that are one layer.
 - `layer_tokens`: tokens and windows of each layer (clause 3).
-- `certificate`: clauses 1 to 3, by `value_dependence` and by `followed_tokens`, `coded_tokens`, `token_codes` and
-  `receptive_reach`, `without_attention`.
+- `certificate`: clauses 1 to 3, by `value_dependence` and by `followed_tokens`: `permuted_tokens`, or `coded_tokens`
+  with `token_codes` and `receptive_reach`; `without_attention`.
 - `places`, `receptive_fields`: pixels of the tokens (clause 4).
 - `head`, `readout`: tokens that the output reads (clause 5); `trace`: the result.
 - `frozen`: passes with frozen nonlinearities; `probabilities`: models that return probabilities.

@@ -20,10 +20,11 @@ from vitflow.models.blocks import block_paths_of
 from vitflow.models.parts import modules_of
 from vitflow.recording.coded_tokens import CodedRun
 from vitflow.recording.experiment import Call
-from vitflow.recording.followed_tokens import Fault, FollowedRun, PermutedRun, Undecided
+from vitflow.recording.followed_tokens import Fault, FollowedRun
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.parallel import layers_of_image
+from vitflow.recording.permuted_tokens import PermutedRun, Undecided
 from vitflow.recording.token_codes import code_bits
 
 #: Clauses of the contract by number.
