@@ -429,15 +429,6 @@ def test_a_layout_of_other_tokens_than_the_patches_has_no_map(layout):
             explainer.explain(photo(), method=method)
 
 
-def test_an_output_that_bypasses_every_block_is_refused():
-    def both(model: nn.Module, images: Tensor) -> Tensor:
-        return model.model(images) + model.other(images.mean(dim=(2, 3)))
-
-    model = Custom(both, model=timm_vit(), other=jitter(nn.Linear(3, 5)))
-    with pytest.raises(UnsupportedModelError, match="directly from the image, bypassing"):
-        Explainer(model, data_config=CONFIG).explain(photo(), method="gae")
-
-
 def pruned(kept: int | None) -> nn.Module:
     """A model that keeps some patches after its first block, as EViT does, or merges them in a coarser grid."""
 
