@@ -134,7 +134,7 @@ def test_differences_open_and_report_their_interval(open_page, saved):
     text = f"+{difference.estimate.mean:.3f}"
     assert text in cells.all_inner_texts()
     place = cells.all_inner_texts().index(text)
-    assert "of 3 images" in cells.nth(place).get_attribute("title")
+    assert "; 3 images" in cells.nth(place).get_attribute("title")
     assert cells.nth(place).get_attribute("class") == ("better" if difference.is_clear else "unclear")
 
 

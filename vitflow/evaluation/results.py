@@ -118,7 +118,7 @@ class Evaluation(Tables):
             ],
             "differences": [
                 {"metric": metric.name, "first": pair.first, "second": pair.second, **asdict(pair.estimate)}
-                | {"above": pair.above, "clear": pair.is_clear}
+                | {"clear": pair.is_clear}
                 for metric in self.metrics
                 for pair in self.differences(metric.name)
             ],

@@ -52,13 +52,11 @@ class Difference:
     Attributes:
         first, second: the methods.
         estimate: estimate of first − second, over the images where both have a value.
-        above: share of these images on which the first is higher, ties counted half; None without any.
     """
 
     first: str
     second: str
     estimate: Estimate
-    above: float | None
 
     @property
     def is_clear(self) -> bool:
@@ -113,8 +111,8 @@ def paired_differences(
     Data", Journal of Educational and Behavioral Statistics, 2012 (shares).
 
     >>> [difference] = paired_differences(["a", "b"], np.array([[0.9, 0.5], [0.4, 0.1], [0.7, 0.2]] * 4))
-    >>> round(difference.estimate.mean, 3), difference.is_clear, difference.above
-    (0.4, True, 1.0)
+    >>> round(difference.estimate.mean, 3), difference.is_clear
+    (0.4, True)
     """
     if values.ndim != 2 or values.shape[1] != len(labels):
         raise ShapeError(f"Expected values [images, {len(labels)} methods], got shape {values.shape}.")
@@ -124,12 +122,7 @@ def paired_differences(
     differences = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
     widest = None if limits is None else (limits[0] - limits[1], limits[1] - limits[0])
     estimates = _estimates(differences, widest, _SHARE_DIFFERENCE if share else 0.0, share)
-    higher = np.where(np.isnan(differences), np.nan, (differences > 0) + 0.5 * (differences == 0))
-    above = map(optional, defined_means(higher))
-    return [
-        Difference(labels[i], labels[j], estimate, part)
-        for (i, j), estimate, part in zip(pairs, estimates, above, strict=True)
-    ]
+    return [Difference(labels[i], labels[j], estimate) for (i, j), estimate in zip(pairs, estimates, strict=True)]
 
 
 def _estimates(values: NDArray[np.float64], limits: Limits | None, weight: float, share: bool) -> list[Estimate]:

@@ -95,12 +95,6 @@ def check_layout(layout: object) -> None:
 Causal = Literal["raw", "receptive_field"]
 
 
-def check_causal(causal: str | None) -> None:
-    """Raise OptionError unless it is "raw", "receptive_field" or None."""
-    if causal is not None:
-        check_known("causal", causal, get_args(Causal))
-
-
 def visible_keys(
     layers: Sequence[Tensor],
     causal: Causal | None = None,
@@ -116,7 +110,8 @@ def visible_keys(
     tensor([[[1, 0],
              [1, 1]]], dtype=torch.int32)
     """
-    check_causal(causal)
+    if causal is not None:
+        check_known("causal", causal, get_args(Causal))
     if causal is None and attention_mask is None and visible is None:
         return None
     batch, (queries, keys) = layers[0].shape[0], layers[0].shape[-2:]
