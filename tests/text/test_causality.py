@@ -248,12 +248,6 @@ def test_attention_with_a_convolution_inside_is_refused():
             model(input_ids=numbers(12))
 
 
-def test_a_model_that_needs_a_multiple_of_some_tokens_is_tried_on_the_length_of_the_text():
-    sizes = {**SIZES, "num_landmarks": 4, "segment_means_seq_len": 16}
-    model = of_transformers("NystromformerModel", "NystromformerConfig", sizes, None).eval()
-    assert is_causal(model, length=16) is False
-
-
 def test_what_does_not_write_from_left_to_right_is_refused():
     with pytest.raises(UnsupportedModelError, match="later tokens change earlier ones"):
         explain_generation(of_kind("XLM"), numbers(), max_new_tokens=2)

@@ -122,7 +122,7 @@ def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, opti
             entry = moved[list(other.positions)]
             assert not adjacent(other, (left, top, 3)) or entry.max() < 1e-5
             if expected is not None:
-                assert other.positions[int(entry.argmax())] == expected, (other.role, x, y)
+                assert other.positions[int(entry.argmax())] == expected, (x, y)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -137,7 +137,6 @@ MISTAKES = [
     (lambda: seen("llava_next", through_tower=True), UnsupportedModelError, "5 inputs for 2 token grids"),
     (lambda: alone().image(0), OptionError, "pass image="),
     (lambda: plainly("llava").image("square"), OptionError, "'square' is not a word"),
-    (lambda: plainly("internvl").image("heart", role="whole"), OptionError, "Unknown role 'whole'"),
     (lambda: two_images().image(0), OptionError, "2 images: pass image=0"),
     (lambda: seen(video=FRAMES), OptionError, "not supported with video"),
     (lambda: seen(frames=4), OptionError, "frames requires video"),

@@ -183,7 +183,7 @@ def test_the_page_and_the_terminal_give_the_same_verdict(reading, generation, op
 def test_a_hostile_text_is_shown_as_it_is(opened):
     hostile = Words(("<script>alert(1)</script>", ' " onload="alert(2)', " \u202eevil"), (1, 2, 3), (False,) * 3)
     matrices = np.full((2, 3, 3), 1 / 3, np.float32)
-    actual = Reading(hostile, matrices[0, 0], matrices[0], matrices, (2,), None, False, "", HOSTILE, "rollout", {})
+    actual = Reading(hostile, matrices[0, 0], matrices[0], (2,), None, False, "", HOSTILE, "rollout", {})
     page = opened(replace(actual, rows=[TextRow("evil", (2,), 3, matrices[0])]).page())
     assert page.evaluate("tokens.map(({ text }) => text)")[0] == "<script>alert(1)</script>"
     assert page.evaluate("document.querySelectorAll('[onload]').length") == 0

@@ -40,7 +40,7 @@ def test_the_token_that_moves_is_of_the_frame_and_place_that_was_lit(name, size)
     height, width = size
     dark = np.full((6, height, width, 3), 96, np.uint8)
     inputs, parts, before = embedded(one, dark)
-    assert [part.image for part in parts] == list(range(6 // span)) and {part.role for part in parts} == {"frame"}
+    assert [part.image for part in parts] == list(range(6 // span))
     placed = [place for part in parts for place in part.positions]
     token = getattr(one.model.config, "video_token_id", None)
     assert len(set(placed)) == len(placed) and (inputs["input_ids"][0, placed] == token).all()

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 import vitflow
 from vitflow.errors import OptionError
-from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
 
 STRINGS = ("<s>", "the", " key", " is", " here")
@@ -19,16 +17,13 @@ def words(strings=STRINGS) -> Words:
 def reading(strings=STRINGS, layers: int = 3, *, selected=(3,), causal: bool = True, **changed) -> Reading:
     """Random causal attention, read as rollout reads it."""
     tokens = len(strings)
-    matrices = np.random.default_rng(0).random((layers, tokens, tokens)).astype(np.float32)
-    matrices = np.tril(matrices) if causal else matrices
-    matrices /= matrices.sum(axis=-1, keepdims=True)
     rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=layers).astype(np.float32)
     if causal:
         rows[:, max(selected) + 1 :] = 0
     options = {"head_fusion": "mean", "residual": 0.5, "causal": "raw"}
     known = {"self_share": None, "causal": causal, "text": "the key is here", "model": "m", "method": "rollout"}
     return Reading(
-        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "selected": selected}
+        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "selected": selected}
         | known
         | {"options": options}
         | changed
@@ -81,7 +76,3 @@ def test_the_example_of_the_readme_stands_out_in_a_trained_bert(shared_data):
     actual = vitflow.text.explain_text(sentence, start_layer=5, **options)
     assert actual.shaded().line.startswith("dog 39 %") and "· some words stand out (entropy" in actual.shaded().text()
     assert vitflow.text.explain_text(sentence, **options).shaded().summary.verdict == "nearly uniform: uninformative"
-    paper = vitflow.text.explain_text(sentence, preset="paper", **options)
-    layers = [layer[None] for layer in torch.from_numpy(paper.matrices)]
-    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, paper.selected[0]]
-    np.testing.assert_allclose(paper.weights, rolled.numpy(), atol=1e-5)

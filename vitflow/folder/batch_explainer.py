@@ -12,7 +12,7 @@ from vitflow.errors import OptionError, ShapeError, printable, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
-from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, decoded, failed
+from vitflow.folder.decoders import Decoded, decode, decode_bytes, decode_file
 from vitflow.folder.work import Batches, auto_batch, check_target, compute_maps, explainer_for, make_job, parts
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS
@@ -168,10 +168,7 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded
         return decode_file(str(image), max_pixels)
     if isinstance(image, bytes | bytearray | memoryview):
         return decode_bytes(bytes(image), name, max_pixels)
-    try:
-        return decoded(image, {}, max_pixels)
-    except Exception as error:
-        return failed(error, name, {})
+    return decode(image, name, {}, max_pixels)
 
 
 def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, Any]:

@@ -87,24 +87,27 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
                 content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
-        return decoded(path, facts, max_pixels, content)
-    except Exception as error:  # no file content may stop the run
+    except Exception as error:
         return failed(error, path, facts)
+    return decode(path, path, facts, max_pixels, content)
 
 
-def decoded(source: Any, facts: Row, max_pixels: int, content: bytes | None = None) -> Decoded:
-    """Return the result of reading an image, with the columns that are known of it; arguments as for `read_image`."""
-    image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
-    return Decoded(image, facts, notes)
+def decode(source: Any, name: str, facts: Row, max_pixels: int, content: bytes | None = None) -> Decoded:
+    """Read an image with the columns that are known of it; a failure becomes a failed row with this name.
+
+    Other arguments are as for `read_image`.
+    """
+    try:
+        image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
+        return Decoded(image, facts, notes)
+    except Exception as error:  # no file content may stop the run
+        return failed(error, name, facts)
 
 
 def decode_bytes(content: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read the content of a file; a failure becomes a failed row. `name` is for its message."""
     facts: Row = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    try:
-        return decoded(name, facts, max_pixels, content)
-    except Exception as error:  # no file content may stop the run
-        return failed(error, name, facts)
+    return decode(name, name, facts, max_pixels, content)
 
 
 def failed(error: Exception, name: str, facts: Row) -> Decoded:

@@ -24,9 +24,19 @@ from vitflow.recording.isolation import Hook, evaluating
 from vitflow.registry.method_table import Method
 from vitflow.text import languages
 from vitflow.text.generation import Generation
+from vitflow.text.image_tokens import ImageTokens
 from vitflow.text.languages import default_prompt, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
-from vitflow.text.prompts import Layout, PromptImages, Video, source_words, tower_rows, with_images, with_source
+from vitflow.text.prompts import (
+    Layout,
+    PromptImages,
+    Video,
+    check_parts,
+    source_words,
+    tower_rows,
+    with_images,
+    with_source,
+)
 from vitflow.text.rows import TextResult, array_of, explain_encoder_decoder, explain_rows
 from vitflow.text.words import Words, words_of
 
@@ -41,7 +51,7 @@ def explain_generation(
     tokenizer: Any = None,
     processor: Any = None,
     method: str | None = None,
-    layout: Layout = None,
+    layout: ImageTokens | Layout = None,
     through_tower: bool = False,
     blank: bool = False,
     name: str | None = None,
@@ -110,6 +120,7 @@ def explain_generation(
     has_encoder = languages.has_encoder(model)
     if blank and (image is None or has_encoder):
         raise OptionError("blank requires an image in the prompt of a vision-language model.")
+    layout = [layout] if isinstance(layout, ImageTokens) else layout
     request = _Request(
         model, inputs, image, tokenizer, processor, layout, through_tower, blank, definition, used, generate
     )
@@ -189,7 +200,9 @@ def _encoder_decoder(request: _Request) -> Generation:
     text = _generated(replace(request, inputs=inputs))
     result = explain_encoder_decoder(model, text.arguments, text.ids, text.start, request.method, request.options)
     count = result.rows.shape[-1] - (len(text.ids) - 1)
-    source = source_words(model, text.arguments, text.tokenizer, () if images is None else images.parts, count)
+    if images is not None:
+        check_parts(images.parts, 1, count)
+    source = source_words(text.arguments, text.tokenizer, count)
     return _generation(request, text, result, source=source, images=images)
 
 

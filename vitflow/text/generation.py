@@ -117,12 +117,12 @@ class Generation:
         word: str | int | Sequence[int],
         *,
         image: int | None = None,
-        role: str | None = None,
         layer: int | None = None,
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
 
-        It is propagated to the patches of the vision tower if that was recorded (`through_tower`).
+        Tiles and the whole image are combined by area. The map is propagated to the patches of the vision tower if that
+        was recorded (`through_tower`).
 
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
@@ -132,16 +132,14 @@ class Generation:
             word: a word of the answer, whose tokens' rows are averaged; a token index (0 is the first); or the indices
                 of the tokens of a word, as returned by `words`.
             image: image index, 0 is the first; required for several images.
-            role: restrict the map to parts of this role: "whole", "tile" or "thumbnail"; by default all, combined by
-                area.
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
 
         Raises:
-            OptionError: unknown word, image or part, or no image in the prompt.
+            OptionError: unknown word or image, or no image in the prompt.
         """
         if self.images is None:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
-        indices, parts = self._indices_of(word), self.images.chosen(image, role)
+        indices, parts = self._indices_of(word), self.images.chosen(image)
         row, total, top = self._row_of(indices, layer)
         grid, placement, facts = self.images.map_of(row, total, parts)
         facts["layer"] = top + 1

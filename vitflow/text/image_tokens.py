@@ -7,16 +7,15 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from vitflow.errors import ShapeError, UnsupportedModelError, check_known
+from vitflow.errors import ShapeError, UnsupportedModelError
 from vitflow.images.geometry import Placement, Size
 from vitflow.methods.tokens import TokenLayout
 
-Role = Literal["whole", "tile", "thumbnail", "frame"]
 Kind = Literal["image", "video"]
 
 
@@ -28,13 +27,10 @@ class ImageTokens:
         positions: positions in the sequence without padding, row by row from the top left.
         rows, cols: patch grid.
         placement: rectangle of the image covered by the grid; None for the whole image.
-        role: "whole" for the whole image, "tile" for a part at higher resolution, "thumbnail" for the downscaled whole
-            image alongside its tiles, "frame" for the frames of a video.
         image: index of the image in the prompt, or of the position along time.
 
     Raises:
         ShapeError: not rows × cols distinct positions.
-        OptionError: unknown role.
 
     >>> ImageTokens(range(3, 9), rows=2, cols=3).positions
     (3, 4, 5, 6, 7, 8)
@@ -44,12 +40,10 @@ class ImageTokens:
     rows: int
     cols: int
     placement: Placement | None = None
-    role: Role = "whole"
     image: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(int(position) for position in self.positions))
-        check_known("role", self.role, get_args(Role))
         count = len(set(self.positions))
         if min(self.rows, self.cols) < 1 or not count == len(self.positions) == self.rows * self.cols:
             raise ShapeError(
@@ -102,7 +96,7 @@ def image_tokens(
     for number, (part, index) in enumerate(parts):
         patches = [positions[start + place] for place in part.places]
         image = number if kind == "video" else index
-        layouts.append(ImageTokens(patches, part.rows, part.cols, part.placement, part.role, image))
+        layouts.append(ImageTokens(patches, part.rows, part.cols, part.placement, image))
         start += part.length
     return tuple(layouts)
 
@@ -126,7 +120,6 @@ class TokenGrid:
     rows: int
     cols: int
     placement: Placement
-    role: Role = "whole"
     before: int = 0
     newline: int = 0
     after: int = 0
@@ -258,7 +251,7 @@ def _llava_next(processed: Processed) -> Iterator[TokenGrid]:
     if aspect_ratio is not None:  # OneVision downsamples a grid of too many patches
         ratio = math.sqrt(grid[0] * grid[1] / (int(str(aspect_ratio).removeprefix("anyres_max_")) * side**2))
         grid = [int(length // ratio) for length in grid] if ratio > 1.1 else grid
-    yield TokenGrid(grid[0], grid[1], placement, "tile", newline=1)
+    yield TokenGrid(grid[0], grid[1], placement, newline=1)
 
 
 def _qwen(processed: Processed) -> Iterator[TokenGrid]:
@@ -267,13 +260,13 @@ def _qwen(processed: Processed) -> Iterator[TokenGrid]:
     times, rows, cols = map(int, processed.inputs[f"{processed.kind}_grid_thw"][processed.index])
     placement = _squashed(processed.size, (rows * patch, cols * patch))
     for _ in range(times):
-        yield TokenGrid(rows // merged, cols // merged, placement, "frame" if processed.kind == "video" else "whole")
+        yield TokenGrid(rows // merged, cols // merged, placement)
 
 
 def _idefics3(processed: Processed) -> Iterator[TokenGrid]:
     """Yield tiles row by row, then the whole image."""
     _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
-    yield from _tiles(processed, rows, cols, processed.processor.image_seq_len, "whole")
+    yield from _tiles(processed, rows, cols, processed.processor.image_seq_len)
 
 
 def _internvl(processed: Processed) -> Iterator[TokenGrid]:
@@ -281,17 +274,17 @@ def _internvl(processed: Processed) -> Iterator[TokenGrid]:
     images = processed.image_processor
     canvas = sys.modules[type(images).__module__].get_optimal_tiled_canvas
     cols, rows = canvas(processed.size, processed.pixels, images.min_patches, images.max_patches)
-    yield from _tiles(processed, rows, cols, processed.processor.image_seq_length, "thumbnail")
+    yield from _tiles(processed, rows, cols, processed.processor.image_seq_length)
 
 
-def _tiles(processed: Processed, rows: int, cols: int, tokens: int, role: Role) -> Iterator[TokenGrid]:
+def _tiles(processed: Processed, rows: int, cols: int, tokens: int) -> Iterator[TokenGrid]:
     """Yield the tiles of an image resized to rows × cols of them, if it was split, and the squashed image."""
     side, tile, size = math.isqrt(tokens), processed.pixels[0], processed.size
     split = rows * cols > 1 and processed.tokens != processed.count * tokens
     for row, col in np.ndindex(rows, cols) if split else ():
         placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
-        yield TokenGrid(side, side, placement, "tile")
-    yield TokenGrid(side, side, _squashed(size, (tile, tile)), role if split else "whole")
+        yield TokenGrid(side, side, placement)
+    yield TokenGrid(side, side, _squashed(size, (tile, tile)))
 
 
 def _gemma(processed: Processed) -> Iterator[TokenGrid]:
@@ -307,7 +300,7 @@ def _gemma(processed: Processed) -> Iterator[TokenGrid]:
         offset, part = [0, 0], list(processed.size)
         offset[axis], part[axis] = start, min(length, processed.size[axis] - start)
         placement = Placement(processed.size, processed.size, (offset[0], offset[1]), (part[0], part[1]))
-        yield TokenGrid(side, side, placement, "tile")
+        yield TokenGrid(side, side, placement)
 
 
 def _llava_next_video(processed: Processed) -> Iterator[TokenGrid]:
@@ -317,7 +310,7 @@ def _llava_next_video(processed: Processed) -> Iterator[TokenGrid]:
     rows, cols = (side // patch for side in processed.pixels)
     placement = _raster(processed, rows, cols, patch)
     for _ in range(processed.inputs["pixel_values_videos"].shape[1]):
-        yield TokenGrid(rows, cols, placement, "frame")
+        yield TokenGrid(rows, cols, placement)
 
 
 def _llava_onevision_video(processed: Processed) -> Iterator[TokenGrid]:
@@ -325,7 +318,7 @@ def _llava_onevision_video(processed: Processed) -> Iterator[TokenGrid]:
     side, placement = _squashed_tile(processed, processed.config.vision_config.image_size)
     frames = processed.inputs["pixel_values_videos"].shape[1]
     for number in range(1, frames + 1):
-        yield TokenGrid(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
+        yield TokenGrid(math.ceil(side / 2), math.ceil(side / 2), placement, after=int(number == frames))
 
 
 #: Layout function of the images of each family, by `model_type`.

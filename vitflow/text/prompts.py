@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.analysis.clips import FRAMES, ClipSource, frames_of
-from vitflow.errors import OptionError, UnsupportedModelError, printable, unknown_name
+from vitflow.errors import OptionError, UnsupportedModelError, printable
 from vitflow.images.geometry import Placement
 from vitflow.images.preprocessing import merge_maps
 from vitflow.images.reading import image_name, read_image
@@ -33,7 +33,7 @@ _PAGE_SIZE = 768  # longer side of an image on a page, in pixels
 DEFAULT_PROMPT = "Describe the image."
 #: Assumed frames per second of frames that were not read from a file, as Qwen-VL samples them.
 FRAME_RATE = 2.0
-Layout = ImageTokens | Sequence[ImageTokens] | None
+Layout = Sequence[ImageTokens] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +65,8 @@ class PromptImages:
             part.placement or Placement(size, size, (0, 0), size) for part, size in zip(self.parts, sizes, strict=True)
         ]
 
-    def chosen(self, image: int | None, role: str | None) -> list[int]:
-        """Return the indices of the parts of an image, optionally of one role; OptionError if there are none."""
+    def chosen(self, image: int | None) -> list[int]:
+        """Return the indices of the parts of an image; OptionError if there is no such image."""
         count = len(self.images)
         if image is None and self.video is not None:
             raise OptionError("The prompt has a video: use generation.clip(word), or pass image=0 for its first frame.")
@@ -75,11 +75,7 @@ class PromptImages:
         image = 0 if image is None else image
         if not 0 <= image < count:
             raise OptionError(f"Expected an image index from 0 to {count - 1}, got {image}.")
-        indices = [index for index, part in enumerate(self.parts) if part.image == image]
-        roles = {self.parts[index].role: None for index in indices}
-        if role is not None and role not in roles:
-            raise OptionError(unknown_name("role", role, roles))
-        return [index for index in indices if role in (None, self.parts[index].role)]
+        return [index for index, part in enumerate(self.parts) if part.image == image]
 
     def grids(self, row: NDArray[Any], indices: Sequence[int]) -> list[NDArray[np.float64]]:
         """Return the weights of parts as grids, from a row [tokens] over the prompt."""
@@ -123,7 +119,7 @@ class PromptImages:
         """
         records = []
         for index, image in enumerate(self.images):
-            indices, maps = self.chosen(index, None), []
+            indices, maps = self.chosen(index), []
             for row, layer in np.ndindex(totals.shape):
                 total = float(totals[row, layer])
                 grid, placement, facts = self.map_of(rows[row, :, layer], total, indices)
@@ -212,8 +208,8 @@ def with_images(
     if layout is None:
         parts = image_tokens(config, processor, inputs, [pixels.shape[:2] for pixels in images])
     else:
-        parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
-        _check_parts(parts, len(images), inputs["input_ids"].shape[1])
+        parts = tuple(layout)
+        check_parts(parts, len(images), inputs["input_ids"].shape[1])
     return inputs, processor, PromptImages(tuple(images), names, parts)
 
 
@@ -244,27 +240,15 @@ def with_source(model: Any, image: Any, processor: Any, layout: Layout) -> tuple
     if layout is None:
         encoder = model.get_encoder()
         grid = read_layout(encoder, inputs["pixel_values"].shape[-2:], None)
-        layout = source_tokens(encoder.config, processor, inputs, images[0].shape[:2], grid)
-    parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
-    return inputs, PromptImages(tuple(images), names, parts)
+        layout = [source_tokens(encoder.config, processor, inputs, images[0].shape[:2], grid)]
+    return inputs, PromptImages(tuple(images), names, tuple(layout))
 
 
-def source_words(
-    model: Any, arguments: Mapping[str, Any], tokenizer: Any, parts: Sequence[ImageTokens], count: int
-) -> Words:
-    """Return the `count` tokens of the source; patches are named by row and column, counted from 1."""
+def source_words(arguments: Mapping[str, Any], tokenizer: Any, count: int) -> Words:
+    """Return the `count` tokens of the source; those of an image have no text."""
     if "input_ids" in arguments:
         return words_of(tokenizer, arguments["input_ids"][0].tolist())
-    if not parts:  # pixel_values without an image
-        grid = read_layout(model.get_encoder(), arguments["pixel_values"].shape[-2:], None)
-        first = grid.num_prefix_tokens
-        parts = [ImageTokens(range(first, first + grid.num_patches), grid.rows, grid.cols)]
-    _check_parts(parts, 1, count)
-    names = ["[image]"] * count
-    for part in parts:
-        for position, (row, col) in zip(part.positions, np.ndindex(part.rows, part.cols), strict=True):
-            names[position] = f" {row + 1},{col + 1}"
-    return Words(tuple(names), tuple(range(count)), tuple(name == "[image]" for name in names))
+    return Words((" [image]",) * count, tuple(range(count)), (False,) * count)
 
 
 def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
@@ -296,7 +280,7 @@ def _with_token(prompt: str, processor: Any, kind: str, count: int) -> str:
     return " ".join([*[token] * count, prompt])
 
 
-def _check_parts(parts: Sequence[ImageTokens], images: int, tokens: int) -> None:
+def check_parts(parts: Sequence[ImageTokens], images: int, tokens: int) -> None:
     """Raise OptionError unless all parts given by `layout` are within the prompt, or the source, and its images."""
     places = [position for part in parts for position in part.positions]
     if not places or min(places) < 0 or max(places) >= tokens or any(not 0 <= part.image < images for part in parts):

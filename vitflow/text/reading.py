@@ -30,7 +30,7 @@ from vitflow.text.visibility import is_causal
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
-# Attention matrices of longer texts, and the rows of all their words, are not kept, to save memory.
+# Of longer texts, the row of the explained word alone is computed.
 _LONGEST = 256
 _SHOWN = 60  # characters of the text in a repr
 
@@ -44,8 +44,6 @@ class Reading:
         weights: float32 [tokens], unscaled.
         layers: float32 [layers, tokens], the weights if the method ends at each layer, first layer first. The last row
             is `weights` for methods that use all layers.
-        matrices: float32 [layers, tokens, tokens], fused attention of each layer, rows are queries; None for texts of
-            more than 256 tokens.
         selected: positions of the explained token, or of the tokens of the explained word.
         self_share: raw share of the selected token itself if the weights are relative to the receptive field, which
             sets its weight to 0; else None.
@@ -64,7 +62,6 @@ class Reading:
     tokens: Words
     weights: NDArray[np.float32]
     layers: NDArray[np.float32]
-    matrices: NDArray[np.float32] | None
     selected: tuple[int, ...]
     self_share: float | None
     causal: bool
@@ -131,7 +128,7 @@ class Reading:
         return self.shaded(**options).save(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the matrices as a JSON-serializable dict."""
+        """Return a JSON-serializable dict."""
         return {
             "text": self.text,
             "tokens": list(self.tokens.strings),
@@ -194,20 +191,17 @@ def explain_text(
         tokenizer = default if tokenizer is None else tokenizer_of(model, tokenizer)
     inputs, words = _encode(text, tokenizer, model)
     with reading(model):
-        causal = is_causal(model, words.length)
+        causal = is_causal(model)
     used = for_kind(used, decoder=causal)
     started = time.perf_counter()
     selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)
     readout[0, list(selected)] = 1 / len(selected)
-    short = words.length <= _LONGEST
-    if short and method in ("rollout", "attention"):  # for the page
+    if words.length <= _LONGEST and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
     result = explain_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
     chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
-    weighting = False if definition.class_specific else used.get("value_weighted", False)
-    matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
     explained, logits = {}, result.text.trace.logits
     if definition.class_specific and logits is not None:
         explained = _describe_target(logits.detach(), selected[-1], target_id, tokenizer, model)
@@ -215,7 +209,6 @@ def explain_text(
         tokens=words,
         weights=array_of(result.rows[chosen, 0]),
         layers=array_of(result.rows[:, 0]),
-        matrices=array_of(torch.stack(matrices)) if short else None,
         selected=selected,
         self_share=None if result.self_share is None else float(result.self_share[chosen, 0]),
         causal=causal,

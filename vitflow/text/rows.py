@@ -1,10 +1,10 @@
 """Rows of any method for selected tokens of a text, or of a source and its generated text, by one forward pass."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from vitflow.text.visibility import is_causal
 class TextTrace:
     """Input of a method for texts: a recorded forward pass and the requested rows.
 
-    The attention graph has one step per layer. That of an encoder-decoder model has the steps of the encoder first,
-    then `steps_per_layer` for each layer of the decoder.
+    The attention graph has one step per layer. That of an encoder-decoder model, with the tokens of the source first,
+    has the steps of the encoder, then two for each layer of the decoder.
 
     Attributes:
         trace: recorded forward pass.
@@ -39,6 +39,8 @@ class TextTrace:
         readout: query weights [rows, tokens].
         targets: for each row, position and token or class id of a logit; None for the most probable.
         hidden: hidden states after each layer, [1, tokens, width], for methods that need features.
+        streams: layer indices in the trace of encoder attention, decoder self-attention and cross-attention; None for
+            a single text.
     """
 
     trace: Trace
@@ -46,10 +48,17 @@ class TextTrace:
     readout: Tensor
     targets: Sequence[tuple[int, int | None]]
     hidden: Sequence[Tensor] = ()
+    streams: tuple[list[int], list[int], list[int]] | None = None
 
-    #: Steps per layer, and steps below the first layer.
-    steps_per_layer: ClassVar[int] = 1
-    steps_below: ClassVar[int] = 0
+    @property
+    def steps_per_layer(self) -> int:
+        """The number of steps of each layer whose rows are returned."""
+        return 1 if self.streams is None else 2
+
+    @property
+    def steps_below(self) -> int:
+        """The number of layers of the encoder."""
+        return 0 if self.streams is None else len(self.streams[0])
 
     @property
     def ends(self) -> list[int]:
@@ -58,13 +67,17 @@ class TextTrace:
 
     def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
         """Return the fused attention of each step, [tokens, tokens]."""
-        return [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
+        layers = [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
+        return layers if self.streams is None else joint_steps(*_by_stream(layers, self.streams))
 
     def relevance(self, layers: Sequence[Tensor], row: int, start_layer: int) -> Tensor:
         """Return a row of generic attention explainability, qᵀ (I + W_l) ⋯ (I + W_s) for l = 1 … L: [layers, tokens].
 
-        `layers` are the W_l, [tokens, tokens].
+        `layers` are the W_l, [tokens, tokens]; with an encoder, see `relevance_across`.
         """
+        if self.streams is not None:
+            across = _by_stream(layers, self.streams)
+            return relevance_across(*across, row=self.targets[row][0], start_layer=start_layer)
         first = check_layer("start_layer", start_layer, len(layers))
         readout = self.readout[row].unsqueeze(0).to(layers[0])
         stack = [layer.unsqueeze(0) for layer in layers]
@@ -73,31 +86,8 @@ class TextTrace:
         return torch.cat(rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class EncoderDecoderTrace(TextTrace):
-    """Input of a method for a source and its generated text: the joint graph, source tokens first.
-
-    `streams` are the layer indices in the trace of encoder attention, decoder self-attention and cross-attention.
-    """
-
-    streams: tuple[list[int], list[int], list[int]]
-
-    steps_per_layer: ClassVar[int] = 2
-
-    @property
-    def steps_below(self) -> int:  # type: ignore[override]
-        """The number of layers of the encoder."""
-        return len(self.streams[0])
-
-    def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
-        """Return the fused attention of each step of the joint graph, [m + n, m + n]."""
-        layers = [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
-        return joint_steps(*([layers[index] for index in stream] for stream in self.streams))
-
-    def relevance(self, layers: Sequence[Tensor], row: int, start_layer: int) -> Tensor:
-        """Return a row of generic attention explainability over source and generated text, [layers, m + n]."""
-        streams = ([layers[index] for index in stream] for stream in self.streams)
-        return relevance_across(*streams, row=self.targets[row][0], start_layer=start_layer)
+def _by_stream(layers: Sequence[Tensor], streams: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
+    return ([layers[index] for index in stream] for stream in streams)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +219,7 @@ def explain_encoder_decoder(
 
 def _record_pair(
     model: nn.Module, inputs: Mapping[str, Tensor], ids: Sequence[int], start: int, kept: Mapping[str, Any]
-) -> EncoderDecoderTrace:
+) -> TextTrace:
     """Run and record a forward pass over a source and its generated text."""
     text = torch.tensor([ids[:-1]], device=device_of(model))
     with record_attention(model, visible=True, **kept) as trace:
@@ -249,7 +239,7 @@ def _record_pair(
     seen = ([_seen(layer, mask) for layer in stream] for stream, mask in masks)
     targets = list(enumerate(ids[start:], start=start - 1))
     readout = torch.eye(m + n, device=device)[[m + position for position, _ in targets]]
-    return EncoderDecoderTrace(trace, joint_steps(*seen), readout, targets, streams=indices)
+    return TextTrace(trace, joint_steps(*seen), readout, targets, streams=indices)
 
 
 def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:

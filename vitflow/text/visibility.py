@@ -19,33 +19,26 @@ _LENGTH, _LATER = 11, (0, 4)
 _LEAST_DIFFERENCE = 1e-5
 
 
-def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
+def is_causal(model: nn.Module) -> bool:
     """Return True if no token of a text sees a later one; determined once per model by three short forward passes.
 
     One word is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
-    those of later tokens change, or the model's own output has one row per token. Models that do not run on any number
-    of tokens get `length`.
+    those of later tokens change, or the model's own output has one row per token.
     """
-
     known = model_cache(model)
     if is_causal not in known:
-        try:
-            known[is_causal] = _test_causal(model, _LENGTH)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a model may require a multiple of some number of tokens
-            known[is_causal] = _test_causal(model, length)
+        known[is_causal] = _test_causal(model)
     causal: bool = known[is_causal]
     return causal
 
 
-def _test_causal(model: nn.Module, length: int) -> bool:
-    *ids, other = plain_token_ids(model, length + 1)
+def _test_causal(model: nn.Module) -> bool:
+    *ids, other = plain_token_ids(model, _LENGTH + 1)
     text = torch.tensor([ids], device=device_of(model))
     seen = False  # something that a later token could have changed
     with Call(ModelState(model), (), {}, text).experiment():
         before = _token_outputs(model, text)
-        for position in (length - 1 - count for count in _LATER if count < length):
+        for position in (_LENGTH - 1 - count for count in _LATER):
             changed = text.clone()
             changed[0, position] = other
             after = _token_outputs(model, changed)
