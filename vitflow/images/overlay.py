@@ -32,8 +32,8 @@ Ground = Literal["photo", "grey", "dim"]
 #: Brightness and saturation of the image that a background keeps.
 KEPT: dict[Ground, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
 
-#: Brightness that a grey background keeps of the part that the model did not see, and the white that it adds.
-_QUIET = (0.5, 0.35)
+#: Brightness and saturation that a grey background keeps of the part that the model did not see, and its added white.
+_QUIET = (0.5, 0.0, 0.35)
 
 #: Weights of red, green and blue in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -156,31 +156,18 @@ def blend(
     two_sides = has_two_sides(low, high)
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
     shade, tint = _tables(colors, alpha * (shares if fade else np.ones_like(shares)))
-    overlay = np.array(image, order="C")
-    mix, limits = _mix(background, alpha), (low, high, KNEE if soft else 1.0)
-    unseen = np.isnan(heatmap)
-    seen = _bounds(~unseen)
-    values, inside, holes = heatmap[seen], overlay[seen], unseen[seen]
-    holes = holes if holes.any() else None
-    for strip in strips(*values.shape):
-        step = _steps(values[strip], limits, len(colors))
-        painted = _paint(inside[strip], step, mix, shade, tint)
-        inside[strip] = painted if holes is None else np.where(holes[strip, :, None], inside[strip], painted)
-    if background == "grey" and unseen.any():
-        _lighten(overlay, unseen, min(2 * alpha, 1.0))
+    mix, limits = _mix(*KEPT[background], 0.0, alpha), (low, high, KNEE if soft else 1.0)
+    quiet = _mix(*_QUIET, alpha) if background == "grey" else None
+    overlay, unseen = np.empty(image.shape, dtype=np.uint8), np.isnan(heatmap)
+    for strip in strips(*heatmap.shape):
+        ground, outside = image[strip].astype(np.float32), unseen[strip]
+        overlay[strip] = _paint(_mixed(ground, mix), _steps(heatmap[strip], limits, len(colors)), shade, tint)
+        if outside.any():
+            lost = image[strip] if quiet is None else _mixed(ground, quiet)
+            np.copyto(overlay[strip], lost, where=outside[..., None])
     if unseen.any() and (background != "grey" if mark_unseen is None else mark_unseen):
         outline(overlay, unseen, max(1, round(min(unseen.shape) / 500)))
     return overlay
-
-
-def _lighten(overlay: NDArray[np.uint8], unseen: NDArray[np.bool_], strength: float) -> None:
-    """Make the unseen pixels grey and lighter, in place."""
-    kept, white = (strength * part for part in _QUIET)
-    weights = (1 - strength) * np.eye(3) + kept * np.tile(LUMINANCE, (3, 1))
-    for strip in strips(*unseen.shape):
-        pixels = overlay[strip][unseen[strip]]
-        if pixels.size:
-            overlay[strip][unseen[strip]] = np.rint(pixels @ weights.T + 255 * white).clip(0, 255)
 
 
 def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
@@ -188,12 +175,17 @@ def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
     return robust and vmin is None and vmax is None
 
 
-def _mix(background: Ground, alpha: float) -> NDArray[np.float32]:
-    """Return the matrix [3, 3] from a pixel to its background."""
+def _mix(brightness: float, saturation: float, white: float, alpha: float) -> NDArray[np.float32]:
+    """Return the matrix [3, 4] from a pixel to its ground."""
     strength = min(2 * alpha, 1.0)
-    brightness, color = KEPT[background]
-    weight, shared = 1 - strength + strength * brightness * color, strength * brightness * (1 - color)
-    return (weight * np.eye(3) + shared * np.tile(LUMINANCE, (3, 1))).astype(np.float32)
+    weight, shared = 1 - strength + strength * brightness * saturation, strength * brightness * (1 - saturation)
+    colours = weight * np.eye(3) + shared * np.tile(LUMINANCE, (3, 1))
+    return np.column_stack([colours, [255 * white * strength] * 3]).astype(np.float32)
+
+
+def _mixed(image: NDArray[np.float32], mix: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return each pixel's ground; for uint8, OpenCV would round the matrix."""
+    return np.asarray(cv2.convertScaleAbs(cv2.transform(image, mix)), dtype=np.uint8)
 
 
 def _tables(
@@ -206,12 +198,6 @@ def _tables(
     tint = np.zeros((len(colors), 4), dtype=np.uint16)
     tint[:, :3] = np.rint(255 * opacity[:, None] * colors)
     return np.repeat(shade[:, None], 4, axis=1).view(np.uint32)[:, 0], tint.view(np.uint64)[:, 0]
-
-
-def _bounds(seen: NDArray[np.bool_]) -> tuple[slice, slice]:
-    """Return the rows and columns of the smallest rectangle around the seen pixels."""
-    rows, cols = (np.flatnonzero(seen.any(axis=axis)) for axis in (1, 0))
-    return (slice(rows[0], rows[-1] + 1), slice(cols[0], cols[-1] + 1)) if rows.size else (slice(0), slice(0))
 
 
 def outline(image: NDArray[np.uint8], region: NDArray[np.bool_], thickness: int) -> None:
@@ -293,17 +279,10 @@ def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
 
 
 def _paint(
-    image: NDArray[np.uint8],
-    step: NDArray[Any],
-    mix: NDArray[np.float32],
-    shade: NDArray[np.uint32],
-    tint: NDArray[np.uint64],
+    ground: NDArray[np.uint8], step: NDArray[Any], shade: NDArray[np.uint32], tint: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
-    """Return each pixel's background times its transparency, plus the tint of its step, rounded, by whole numbers."""
-    # For uint8, OpenCV would round the matrix.
-    background = cv2.convertScaleAbs(cv2.transform(image.astype(np.float32), mix))
-    background = cv2.cvtColor(background, cv2.COLOR_RGB2RGBA)
-    shown = np.take(shade, step, mode="clip").view(np.uint8).reshape(background.shape)
-    mixed = np.multiply(background, shown, dtype=np.uint16)
-    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(background.shape)
+    """Return each pixel's ground times its transparency, plus the tint of its step, rounded, by whole numbers."""
+    ground = cv2.cvtColor(ground, cv2.COLOR_RGB2RGBA)
+    mixed = np.multiply(ground, np.take(shade, step, mode="clip").view(np.uint8).reshape(ground.shape), dtype=np.uint16)
+    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(ground.shape)
     return np.asarray(cv2.cvtColor(cv2.convertScaleAbs(mixed, alpha=1 / 255), cv2.COLOR_RGBA2RGB), dtype=np.uint8)

@@ -205,22 +205,15 @@ def in_words(output: Any) -> str:
     return f"{type(output).__name__} with {', '.join(shapes[:_TENSORS_LISTED] + more) or 'no tensors'}"
 
 
-def _tensors_by_path(output: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an output after their access path: `["logits"]`, `[0]` or `.logits`."""
-    if isinstance(output, Tensor):
-        yield "", output
-        return
-    if depth == 0:
-        return
-    parts: Iterable[tuple[str, Any]] = ()
+def _tensors_by_path(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield an output that is a tensor, or its tensors by their access path: `["logits"]`, `[0]` or `.logits`."""
+    parts: Iterable[tuple[str, Any]] = [("", output)]
     if isinstance(output, Mapping):
         parts = ((f'["{name}"]' if isinstance(name, str) else f"[{name!r}]", value) for name, value in output.items())
     elif isinstance(output, list | tuple) and not hasattr(output, "_fields"):
         parts = ((f"[{index}]", value) for index, value in enumerate(output))
-    elif not isinstance(output, type | nn.Module):  # a namedtuple, a dataclass with or without slots, or any object
+    elif not isinstance(output, Tensor | type | nn.Module):  # a namedtuple, a dataclass with or without slots, …
         sources = (getattr(output, name, ()) for name in ("_fields", "__dataclass_fields__", "__dict__"))
         fields: Iterable[str] = next(filter(None, sources), ())
         parts = ((f".{name}", getattr(output, name, None)) for name in fields if not name.startswith("_"))
-    for path, value in parts:
-        for subpath, tensor in _tensors_by_path(value, depth - 1):
-            yield path + subpath, tensor
+    yield from ((path, value) for path, value in parts if isinstance(value, Tensor))
