@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vitflow.errors import printable, printable_json
+from vitflow.cli.output import say_record
+from vitflow.errors import printable
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,11 @@ def test_every_character_comes_out_as_one_line_of_utf_8_that_xml_takes():
     assert not {unicodedata.category(chr(code)) for code in kept} & {"Cc", "Cs", "Zl", "Zp"}
 
 
-def test_json_holds_no_mark_that_is_not_shown_and_gives_back_the_same_strings():
+def test_json_of_every_character_is_printable_and_read_as_it_was(capsys):
     characters = [*map(chr, range(0x30000)), "\U000e0041", os.fsdecode(b"caf\xe9")]
-    record = {"\x9b\u202e": characters, "numbers": [1.5, None]}
-    for indent in (None, 1):
-        text = printable_json(json.dumps(record, ensure_ascii=False, indent=indent))
+    for record in ({"\x9b\u202e": characters, "numbers": [1.5, None]}, {"name": "虎斑猫"}):
+        say_record(record)
+        text = capsys.readouterr().out.removesuffix("\n")
         assert json.loads(text) == record
-        assert printable(text, lines=True) == text
+        assert printable(text) == text
+    assert "虎斑猫" in text

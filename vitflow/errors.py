@@ -1,6 +1,5 @@
 """Errors of vitflow. Each message names what was expected, what was given and the remedy."""
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -137,17 +136,6 @@ def printable(text: str | os.PathLike[str], *, lines: bool = False) -> str:
     """
     return _UNPRINTABLE.sub(
         lambda match: match[0] if lines and match[0] in "\t\n" else _escape(match[0]), os.fspath(text)
-    )
-
-
-def printable_json(text: str) -> str:
-    """Escape unprintable characters in JSON; its parsed value does not change.
-
-    >>> printable_json('["a\\u202eb"]')
-    '["a\\\\u202eb"]'
-    """
-    return _UNPRINTABLE.sub(
-        lambda match: match[0] if match[0] in "\t\n" else json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f"), text
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable, printable_json
+from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
 from vitflow.files import is_folder
 from vitflow.images import FIGURE_FORMATS
 from vitflow.progress import shown_by
@@ -34,7 +34,10 @@ def say(text: object) -> None:
 
 def say_record(record: Any) -> None:
     """Print one line of JSON on stdout; strings survive a round trip."""
-    click.echo(printable_json(json.dumps(record, ensure_ascii=False, allow_nan=False)))
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    if printable(text) != text:
+        text = json.dumps(record, allow_nan=False).replace("\x7f", "\\u007f")
+    click.echo(text)
 
 
 @contextmanager
