@@ -163,7 +163,7 @@ def test_a_state_dict_for_a_folder_of_transformers(tmp_path):
     pixels = torch.randn(1, 3, 32, 32)
     assert torch.equal(loaded(pixels).logits, original(pixels).logits)
     with pytest.warns(
-        VitflowWarning, match=r"no preprocessor_config.json: .* mean \(0\.500, .*pass data_config"
+        VitflowWarning, match=r"no preprocessor_config.json: .* mean \(0\.5, .*pass data_config"
     ) as caught:
         explainer = vitflow.Explainer(loaded)
         explainer.explain(image, method="rollout")

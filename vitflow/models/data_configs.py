@@ -54,32 +54,24 @@ def default_config(model: nn.Module) -> dict[str, Any]:
         return {}
     transformers = import_module("transformers")
     table = import_module("transformers.models.auto.image_processing_auto").IMAGE_PROCESSOR_MAPPING_NAMES
-    kinds: Any = next((table[each] for each in _model_types(pretrained) if each in table), ())
+    config: Any = pretrained.config
+    own = str(config.model_type)  # or the type of the model that its vision tower belongs to
+    kinds: Any = table.get(own) or table.get(own.removesuffix("_model").removesuffix("_vision"), ())
     kinds = [kinds] if isinstance(kinds, str) else kinds.values() if isinstance(kinds, Mapping) else kinds
     kind = next((getattr(transformers, each) for each in kinds if each and hasattr(transformers, each)), None)
     if kind is None:
         return {}
-    config = from_processor(kind().to_dict())
-    config.pop("input_size", None)  # that of the model is known
-    if "mean" in config:
+    found = from_processor(kind().to_dict())
+    found.pop("input_size", None)  # that of the model is known
+    if "mean" in found:
+        mean, std = (tuple(round(value, 3) for value in found[name]) for name in ("mean", "std"))
         warnings.warn(
-            f"{printable(name)} has no preprocessor_config.json: using the default of {kind.__name__}, mean "
-            f"{_rounded(config['mean'])} and std {_rounded(config['std'])}. If the model was trained with others, pass "
-            "data_config.",
+            f"{printable(name)} has no preprocessor_config.json: using the default of {kind.__name__}, mean {mean} and "
+            f"std {std}. If the model was trained with others, pass data_config.",
             VitflowWarning,
             stacklevel=4,
         )
-    return config
-
-
-def _model_types(model: Any) -> list[str]:
-    """Return the type of a transformers model, and the type of the model that its vision tower belongs to."""
-    kind = str(model.config.model_type)
-    return [kind, kind.removesuffix("_model").removesuffix("_vision")]
-
-
-def _rounded(values: Sequence[float]) -> str:
-    return f"({', '.join(f'{value:.3f}' for value in values)})"
+    return found
 
 
 def processor_settings(name: str) -> Mapping[str, Any]:
