@@ -162,8 +162,8 @@ def _warn_unknown_words(tokenizer: Any, texts: Sequence[str]) -> None:
     unknown = [word for word in words if none in tokenizer(word, add_special_tokens=False).input_ids]
     if unknown:
         listed = ", ".join(map(repr, unknown[:8]))
-        words = f"The model does not know the words {listed}: scores of prompts with them are meaningless."
-        warnings.warn(words, VitflowWarning, stacklevel=2)
+        note = f"The model does not know the words {listed}: scores of prompts with them are meaningless."
+        warnings.warn(note, VitflowWarning, stacklevel=2)
 
 
 def _tokenizer_of(model: nn.Module) -> Any:
