@@ -282,7 +282,7 @@ def _paint(
     ground: NDArray[np.uint8], step: NDArray[Any], shade: NDArray[np.uint32], tint: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
     """Return each pixel's ground times its transparency, plus the tint of its step, rounded, by whole numbers."""
-    ground = cv2.cvtColor(ground, cv2.COLOR_RGB2RGBA)
-    mixed = np.multiply(ground, np.take(shade, step, mode="clip").view(np.uint8).reshape(ground.shape), dtype=np.uint16)
-    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(ground.shape)
+    rgba = cv2.cvtColor(ground, cv2.COLOR_RGB2RGBA)
+    mixed = np.multiply(rgba, np.take(shade, step, mode="clip").view(np.uint8).reshape(rgba.shape), dtype=np.uint16)
+    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(rgba.shape)
     return np.asarray(cv2.cvtColor(cv2.convertScaleAbs(mixed, alpha=1 / 255), cv2.COLOR_RGBA2RGB), dtype=np.uint8)
