@@ -225,7 +225,7 @@ def test_the_command_line_shows_features(tmp_path):
     done = CliRunner().invoke(cli, [*words, "--json", "-o", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
     reported = [json.loads(line) for line in done.stdout.splitlines()]
-    kept = json.loads((tmp_path / "found.json").read_text())["images"]
+    kept = json.loads((tmp_path / "found.json").read_text())
     assert [one["input"] for one in reported] == images == [one["input"] for one in kept]
     assert reported[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
     done = CliRunner().invoke(cli, [*words, "--alpha", "0.5", "--interpolation", "nearest", "-o", f"{tmp_path}/"])

@@ -39,9 +39,8 @@ def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_hea
 def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
     actual = vitflow.layer_maps(IMAGE, model=explainer, layer=1)
     assert f"{len(actual.single)} layers, {len(actual.heads)} heads" in repr(actual)
-    kept = json.loads(actual.save(tmp_path / "sheet.json").read_text())
-    maps = [one for part in ("layers", "accumulated", "heads") for one in kept[part]]
-    for one, saliency in zip(maps, actual.saliencies, strict=True):
+    [kept] = json.loads(actual.save(tmp_path / "sheet.json").read_text())
+    for one, saliency in zip(kept["maps"], actual.saliencies, strict=True):
         np.testing.assert_array_equal(np.float32(one["grid"]), saliency.grid)
         assert one["method"] == saliency.method and one["options"] == saliency.to_dict()["options"]
 

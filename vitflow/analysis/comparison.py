@@ -217,23 +217,14 @@ class Comparison(FigureResult):
         strip = Strip(Pen(width, **drawing), same_scale=same_scale)
         return written(draw_comparison(self.images, strip), path)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return a record of each image for JSON: its maps without values, and their agreement."""
+    def records(self, *, values: bool = False) -> list[dict[str, Any]]:
+        """Return a record of each image for JSON: its maps, with `values` on the patch grid, and their agreement."""
         return [
             {
                 "input": image[0].source,
                 "model": image[0].model,
-                "maps": [each.to_dict() | {"top_share": top_share(each.grid)} for each in image],
+                "maps": [each.to_dict(values=values) | {"top_share": top_share(each.grid)} for each in image],
                 "agreement": Comparison((image,)).agreement().to_dict(),
             }
             for image in self.images
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything for JSON: each map with its values on the patch grid, and the agreement."""
-        return {
-            "model": self.saliencies[0].model,
-            "methods": list(self.labels),
-            "maps": [saliency.to_dict() | {"grid": saliency.grid.tolist()} for saliency in self.saliencies],
-            "agreement": self.agreement().to_dict(),
-        }

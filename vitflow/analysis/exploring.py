@@ -267,7 +267,7 @@ class _Explorer:
         ]
         for replace_by in ("drop", "blank"):
             try:
-                logits = logits_without(self.explainer, image, kept, replace_by, targets[0])
+                logits = logits_without(self.explainer, image, kept, replace_by)
                 break
             except VitflowError as error:
                 explored.refused["deletion"] = str(error)

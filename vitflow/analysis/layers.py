@@ -65,15 +65,10 @@ class LayerMaps(FigureResult):
         """All maps: single layers, accumulated, heads."""
         return self.single + self.accumulated + self.heads
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything for JSON: each map with its values on the patch grid."""
-        parts = {"layers": self.single, "accumulated": self.accumulated, "heads": self.heads}
-        maps = {name: [each.to_dict() | {"grid": each.grid.tolist()} for each in part] for name, part in parts.items()}
-        return {"input": self.single[0].source, "model": self.single[0].model, "layer": self.layer, **maps}
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return one record for JSON: the maps without values."""
-        return [{"input": self.single[0].source, "maps": [saliency.to_dict() for saliency in self.saliencies]}]
+    def records(self, *, values: bool = False) -> list[dict[str, Any]]:
+        """Return one record for JSON: the maps, with `values` on the patch grid."""
+        maps = [saliency.to_dict(values=values) for saliency in self.saliencies]
+        return [{"input": self.single[0].source, "model": self.single[0].model, "layer": self.layer, "maps": maps}]
 
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
         """Draw all maps in one figure, each with separate colour limits.
@@ -253,25 +248,18 @@ class Features(FigureResult):
         note = f"{self.summary}\nModel: {captions.model_in_words(self.model, self.model_note)}, layer {self.layer}."
         return written(draw_bands(bands, note=note, dpi=pen.dpi), path)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return a record of each image for JSON, without values."""
+    def records(self, *, values: bool = False) -> list[dict[str, Any]]:
+        """Return a record of each image for JSON; with `values` also its components, null in the padding."""
         shared = {"model": self.model, "layer": self.layer, "foreground": self.foreground, "shares": list(self.shares)}
-        return [
-            {"input": image.name, **shared, "placement": image.placement.to_dict(), "patches_shown": int(mask.sum())}
-            for image, mask in zip(self.images, self.shown, strict=True)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything for JSON: the records with the components of each patch, null in the padding."""
-        images = [
-            {
-                **record,
-                "components": [[None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in values],
-                "shown": mask.tolist(),
-            }
-            for record, values, mask in zip(self.records(), self.components, self.shown, strict=True)
-        ]
-        return {"model": self.model, "layer": self.layer, "images": images}
+        records = []
+        for image, components, mask in zip(self.images, self.components, self.shown, strict=True):
+            placed = {"placement": image.placement.to_dict(), "patches_shown": int(mask.sum())}
+            records.append({"input": image.name, **shared, **placed})
+            if values:
+                listed = components.astype(object)
+                listed[np.isnan(components)] = None
+                records[-1] |= {"components": listed.tolist(), "shown": mask.tolist()}
+        return records
 
 
 def _coloured(

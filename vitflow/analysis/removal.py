@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import ModelError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import ModelError, ShapeError, UnsupportedModelError
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
@@ -23,8 +23,6 @@ REPLACEMENTS = ("drop", "blank", "blur")
 # σ of the blur, as a share of the shorter side. A smaller σ preserves too much: on the demo images 1/12 keeps 98 % of
 # the probability, 1/8 77 %, and 1/4 less than 1 %. On photographs 1/14 is enough.
 _BLUR = 0.25
-# Weight of the patches in a readout, and largest deviation from a uniform one, relative, that are rounding.
-_NO_WEIGHT, _UNIFORM = 1e-3, 1e-2
 
 Indices = NDArray[np.intp]
 
@@ -42,7 +40,6 @@ def logits_without(
     placed: PlacedImage,
     choices: Sequence[Kept],
     replace: str,
-    target: int | None,
     batch_size: int = 32,
 ) -> Tensor:
     """Return the logits [choices, classes] of an image that keeps only these patches, on the CPU.
@@ -52,7 +49,6 @@ def logits_without(
         placed: the image.
         choices: the kept patches of each result.
         replace: replacement of the others as for `vitflow.evaluation.faithfulness_curves`: "drop", "blank" or "blur".
-        target: class whose readout tells whether the output has a value without patches.
         batch_size: images or shortened sequences per forward pass; affects speed only.
 
     Raises:
@@ -61,10 +57,9 @@ def logits_without(
         UnsupportedModelError: the model cannot drop tokens.
     """
     pixels = explainer.pixels(placed)
-    no_patches = replace == "drop" and _pools_patches(explainer, placed, target)
     with torch.no_grad(), evaluating(explainer.model):
         if replace == "drop":
-            logits = _with_dropped_tokens(explainer, pixels, choices, batch_size, no_patches)
+            logits = _with_dropped_tokens(explainer, pixels, choices, batch_size)
         else:
             filler = mean_colour(pixels) if replace == "blank" else _blur(pixels)
             logits = _with_filled_patches(explainer, pixels, choices, batch_size, filler)
@@ -123,21 +118,6 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
         ) from error
 
 
-def _pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None) -> bool:
-    """Return True if the output for this image has no value without patches, by its readout, or if that is unknown.
-
-    An average over all tokens has a value if there are prefix tokens.
-    """
-    try:
-        trace = explainer.targeted(explainer.record(placed), None if target is None else torch.tensor([target]))
-        readout, layout = trace.readout[0].double().cpu(), trace.top
-    except VitflowError:
-        return True
-    patches = float(readout[layout.patches].sum())
-    uniform = bool((readout * len(readout) - 1.0).abs().max() < _UNIFORM)
-    return patches > _NO_WEIGHT and not (uniform and layout.num_prefix_tokens)
-
-
 def _with_filled_patches(
     explainer: Explainer, pixels: Tensor, choices: Sequence[Kept], batch_size: int, filler: Tensor
 ) -> Tensor:
@@ -157,10 +137,11 @@ def _with_filled_patches(
     return torch.cat(logits)
 
 
-def _with_dropped_tokens(
-    explainer: Explainer, pixels: Tensor, choices: Sequence[Kept], batch_size: int, blank_if_empty: bool
-) -> Tensor:
-    """Return the logits [choices, classes] without the tokens of the other patches, on the CPU; lengths by batch."""
+def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence[Kept], batch_size: int) -> Tensor:
+    """Return the logits [choices, classes] without the tokens of the other patches, on the CPU.
+
+    If the output has no value without any patch, as their average, the image is replaced by its mean colour.
+    """
     layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
     by_length: dict[int, list[int]] = {}
     for index, choice in enumerate(choices):
@@ -174,13 +155,14 @@ def _with_dropped_tokens(
     for length, indices in by_length.items():
         for start in range(0, len(indices), batch_size):
             chunk = indices[start : start + batch_size]
+            result = torch.full((1, 1), torch.nan)  # without any token
             if length == layout.num_patches:
                 result = explainer.logits(pixels)
-            elif length == 0 and blank_if_empty:
-                result = explainer.logits(mean_colour(pixels))
-            else:
+            elif length or layout.num_tokens > layout.num_patches:
                 kept = torch.from_numpy(np.stack([choices[index].patches for index in chunk]))
                 result = run_on_patches(explainer.model, pixels, kept, layout=layout, outputs=explainer.outputs.read)
+            if length == 0 and not torch.isfinite(result).all():
+                result = explainer.logits(mean_colour(pixels))
             logits.append(result.cpu().expand(len(chunk), -1))
             order += chunk
     return torch.cat(logits)[np.argsort(order)]

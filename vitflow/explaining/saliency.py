@@ -302,8 +302,8 @@ class Saliency:
             np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)
         return path
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything except the arrays, for JSON.
+    def to_dict(self, *, values: bool = False) -> dict[str, Any]:
+        """Return everything except the arrays, for JSON; with `values` also the `grid`.
 
         `seen` is in pixels of the image, right and bottom exclusive. `placement` has the format of folder runs: sizes
         [height, width] and offset [top, left].
@@ -325,6 +325,7 @@ class Saliency:
             "seen": dict(zip(("left", "top", "right", "bottom"), self.placement.seen_box, strict=True)),
             "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
+            **({"grid": self.grid.tolist()} if values else {}),
         }
 
 

@@ -177,21 +177,13 @@ def is_per_image(targets: Any) -> bool:
 
 def _given_targets(targets: Any, probabilities: Tensor, class_names: Sequence[str] | None) -> Tensor:
     batch, count = probabilities.shape
-    if not isinstance(targets, Tensor) and targets.dtype == object:
-        predicted = probabilities.argmax(dim=1).tolist()
-        pairs = zip(targets, predicted, strict=True)
-        named = [top if top_count(one) else class_index(one, count, class_names) for one, top in pairs]
-        return torch.tensor(named, device=probabilities.device)
-    if not isinstance(targets, Tensor) and targets.dtype.kind in "iu":
-        targets = torch.from_numpy(targets.astype(np.int64))
-    whole = isinstance(targets, Tensor) and not (targets.dtype.is_floating_point or targets.dtype == torch.bool)
-    if not whole or targets.shape != (batch,):
-        given = f"{targets.dtype} {tuple(targets.shape)}"
-        raise OptionError(f"Expected an array of {batch} class indices, one for each image, got {given}.")
-    indices: Tensor = targets.to(probabilities.device, torch.int64)
-    if ((indices < 0) | (indices >= count)).any():
-        raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
-    return indices
+    given = np.asarray(targets.tolist()) if isinstance(targets, Tensor) else targets
+    if given.shape != (batch,) or given.dtype.kind not in "iuOU":
+        described = f"{given.dtype} {given.shape}"
+        raise OptionError(f"Expected an array of {batch} class indices, one for each image, got {described}.")
+    pairs = zip(given.tolist(), probabilities.argmax(dim=1).tolist(), strict=True)
+    indices = [top if each in (None, "top1") else class_index(each, count, class_names) for each, top in pairs]
+    return torch.tensor(indices, device=probabilities.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,15 +306,17 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 class FigureResult:
     """Base class of results that are drawn as one figure and exported as JSON: `save` and the notebook display.
 
-    Subclasses have `figure(path=None, *, dpi, …)` and `to_dict()`.
+    Subclasses have `figure(path=None, *, dpi, …)` and `records(*, values)`, one for each image.
     """
 
     __slots__ = ()
     figure: Callable[..., Figure]
-    to_dict: Callable[[], dict[str, Any]]
+    records: Callable[..., list[dict[str, Any]]]
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the figure (.png, .pdf, .svg; options as for `figure`) or all values (.json); return the path.
+        """Write the figure (.png, .pdf, .svg; options as for `figure`) or the records with values (.json).
+
+        Return the path.
 
         Raises:
             OptionError: another suffix, or drawing options for JSON.
@@ -326,7 +328,7 @@ class FigureResult:
         if options:
             raise OptionError(f"JSON has no drawing options, got {', '.join(options)}.")
         with write_atomically(path) as file:
-            file.write(json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
+            file.write(json.dumps(self.records(values=True), ensure_ascii=False).encode("utf-8", "backslashreplace"))
         return path
 
     def _repr_mimebundle_(self, **_: Any) -> Any:

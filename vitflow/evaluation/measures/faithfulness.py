@@ -71,8 +71,8 @@ def faithfulness_curves(
     `replace` sets the replacement of removed patches:
 
     - "drop": none. Tokens are dropped from the sequence after the patch and position embedding. With all patches
-      removed only prefix tokens remain; a model that pools patches, by the readout of this image, gets the blank image
-      there, because it has no patch to average.
+      removed only prefix tokens remain; a model without them, or whose output then is NaN because it averages patches,
+      gets the blank image there.
     - "blank": the mean colour of the model input, as in occlusion.
     - "blur": the image blurred by a Gaussian with a σ of a quarter of its shorter side.
 
@@ -122,7 +122,7 @@ def faithfulness_curves(
         removed = removed_counts(order.size, points)[1:-1]
         kept = [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
         choices += [Kept(patches, saliency.grid.shape, saliency.placement.extent) for patches in kept]
-    logits = logits_without(explainer, placed, choices, replace, maps[0].target, batch_size)
+    logits = logits_without(explainer, placed, choices, replace, batch_size)
     _check_scores(explainer, maps, logits[:1])
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
