@@ -78,7 +78,7 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
         for sample, entry in zip(grid.samples, grid.classes, strict=True):
             photo = sample.read()
             saliency = demo.explain(photo.image, method="centre")
-            assert saliency.predicted == entry and demo.explain(photo.image, target=entry).probability > 0.5
+            assert saliency.score.predicted == entry and demo.explain(photo.image, target=entry).probability > 0.5
             shown = {CLASS_NAMES.index(region.label) for region in photo.regions}
             assert shown & set(grid.classes) == {entry}
         image = grid.image(demo)

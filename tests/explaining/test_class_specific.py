@@ -54,7 +54,7 @@ def test_the_most_probable_classes_each_have_their_map():
     for number, image in enumerate(IMAGES[:2]):
         entry = actual[7 * number : 7 * number + 7]
         assert entry[0].probability > entry[1].probability > entry[2].probability
-        assert entry[0].target == entry[0].predicted
+        assert entry[0].target == entry[0].score.predicted
         for saliency in entry:
             alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
@@ -78,7 +78,7 @@ def test_each_image_of_a_batch_has_its_target():
 
 def test_a_list_as_target_has_the_class_of_each_image_and_targets_are_for_every_image():
     named = Explainer(literal_vit.timm_model().float(), data_config=DATA, class_names=list("abcde"))
-    top = named.explain(IMAGES[1], method="gae").predicted
+    top = named.explain(IMAGES[1], method="gae").score.predicted
     for target in ([3, 1], ("d", "b"), np.array([3, 1]), [torch.tensor(3), "1"]):
         assert [each.target for each in named.explain_batch(IMAGES[:2], target=target)] == [3, 1]
         assert [each.target for each in compare(IMAGES[:2], named, methods=["GAE"], target=target).saliencies] == [3, 1]

@@ -56,7 +56,7 @@ def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
 
 
 def test_names_several_contrasts_and_the_predicted_class(demo):
-    predicted = demo.explain(IMAGE.image).predicted
+    predicted = demo.explain(IMAGE.image).score.predicted
     other = next(index for index in range(demo.num_classes) if index != predicted)
     contrasts = [Contrast(None, against=other), Contrast(demo.class_names[other].upper(), against="top1")]
     actual = demo.explain_batch([IMAGE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)

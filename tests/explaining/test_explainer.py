@@ -165,7 +165,7 @@ def test_targets_by_index_and_by_name():
     predicted = explaining.explain(image)
     with torch.no_grad():
         probabilities = explaining.model(explaining.pixels(image)).softmax(-1)[0]
-    assert predicted.target == predicted.predicted == int(probabilities.argmax())
+    assert predicted.target == predicted.score.predicted == int(probabilities.argmax())
     assert predicted.probability == pytest.approx(float(probabilities.max()), rel=1e-5)
     emu = explaining.explain(image, target="emu", method="rollout")
     assert (emu.target, emu.class_name) == (4, "Emu")
@@ -253,7 +253,7 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
             actual = explaining.explain(image, method="gae", target=target)
             assert actual.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
             assert actual.to_dict()["value"] == actual.probability
-            assert (actual.target, actual.predicted, actual.facts.get("note")) == (0, 0, None)
+            assert (actual.target, actual.score.predicted, actual.facts.get("note")) == (0, 0, None)
             assert list(class_lines(actual.score)) == [f"class 0, {expected:.1%} (sigmoid)"]
     with pytest.raises(OptionError, match="Expected several outputs for a contrast with the rest, got one"):
         explaining.explain(IMAGES[0], method="gae", target=Contrast(0, against="rest"))
@@ -385,7 +385,7 @@ def test_the_trained_vit_tiny_knows_the_photographs(shared_data):
     rows = [line.split(",")[:2] for line in (shared_data / "photos/labels.csv").read_text().splitlines()[1:]]
     files = [shared_data / "photos" / file for file, _ in rows]
     actual = [
-        saliency.predicted
+        saliency.score.predicted
         for start in range(0, 40, 10)
         for saliency in explaining.explain_batch(files[start : start + 10])
     ]

@@ -122,7 +122,7 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
             with Image.open(tmp_path / "out" / row["outputs"][method]) as overlay:
                 difference = np.abs(np.asarray(overlay).astype(int) - expected.overlay())
             assert difference.max() <= 1  # an image alone and one of four may differ in the last bit
-            assert row["class_index"] == expected.predicted
+            assert row["class_index"] == expected.score.predicted
             assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
 
 
@@ -652,7 +652,7 @@ def native_explainer() -> vitflow.Explainer:
 
 def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
     source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
-    outputs = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
+    outputs = {path.name: explainer.explain(path).score.predicted for path in source.iterdir()}
     entry = outputs["0.jpg"]
     same = sorted(name for name, answer in outputs.items() if answer == entry)
     (source / "white.png").write_bytes(b"no image")

@@ -114,9 +114,8 @@ class Clip:
         from vitflow.images.typesetting import draw_clip
 
         images, first = self.overlays(**options), self.frames[0]
-        more = () if first.class_specific else (captions.NOT_SPECIFIC,)
         lines = [line for line in captions.class_lines(self.score, first.class_specific) if line]
-        method = captions.method_title(first.definition, first.options, *more)
+        method = captions.method_title(first.definition, first.options, class_specific=first.class_specific)
         title = ": ".join(filter(None, (method, ", ".join(lines))))
         title += "" if self.joint else f" in frame {self.best + 1}"
         shown = {number: images[number] for number in self.key_frames}
@@ -190,7 +189,7 @@ class Clip:
 
     def __repr__(self) -> str:
         first = self.frames[0]
-        method = captions.map_label(first.method, first.options, first.class_specific)
+        method = captions.method_label(first.method, first.options, class_specific=first.class_specific)
         return f"Clip({self.source}, {len(self.frames)} frames, {method}, {self.score.name})"
 
 

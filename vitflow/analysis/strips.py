@@ -67,7 +67,7 @@ class Strip:
         if (share := saliency.facts.get("saturated", 0.0)) >= SATURATED_LABEL:
             details.append(f"{share:.0%} saturated")
         if warning := captions.unreliable(saliency.facts):
-            details.append(warning.partition(":")[0])
+            details.append(warning)
         drawn = self.pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.marked)
         return Cell(drawn, (), tuple(details))
 

@@ -161,9 +161,9 @@ def _prediction(saliency: Any, class_names: list[str] | None) -> str:
         return f"{saliency.method} (the model has no classes)"
     text = f"{score.name} ({score.index}), {score.display}" if score.named else f"{score.name}, {score.display}"
     if not saliency.class_specific:
-        from vitflow.explaining.captions import map_label
+        from vitflow.explaining.captions import method_label
 
-        label = map_label(saliency.method, saliency.options, saliency.class_specific)
+        label = method_label(saliency.method, saliency.options, class_specific=False)
         text = f"{label}; {'predicted: ' if score.is_predicted else ''}{text}"
     if not score.is_predicted:
         names = class_names and f"{class_names[score.predicted]} ({score.predicted})"

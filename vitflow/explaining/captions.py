@@ -53,16 +53,10 @@ def common_sign_labels(targets: Sequence[tuple[Score, bool]]) -> tuple[str, str]
     """Return labels as of `ends` for several maps with a common colour scale.
 
     >>> common_sign_labels([(Score("cat", 0.9), True), (Score("dog", 0.1), True)])
-    ('against the class', 'for the class')
+    ('below 0', 'above 0')
     """
     labels = {ends(score, specific) for score, specific in targets}
-    if len(labels) == 1:
-        return labels.pop()
-    if all(score.opposed for score, _ in targets):
-        return "for the second", "for the first"
-    if all(specific and score.unit == "probability" for score, specific in targets):
-        return "against the class", "for the class"
-    return "below 0", "above 0"
+    return labels.pop() if len(labels) == 1 else ("below 0", "above 0")
 
 
 def departures(method: Method, options: Mapping[str, Any]) -> str:
@@ -103,36 +97,29 @@ def variant(method: Method, options: Mapping[str, Any]) -> str:
     return "as published" if same else ""
 
 
-def method_title(method: Method, options: Mapping[str, Any], *more: str) -> str:
-    """Return a method's title with its `variant` and more words in brackets."""
-    text = ", ".join(filter(None, (variant(method, options), *more)))
+def method_title(method: Method, options: Mapping[str, Any], *, class_specific: bool = True) -> str:
+    """Return a method's title with its `variant`, and whether the map is not class-specific, in brackets."""
+    text = ", ".join(filter(None, (variant(method, options), "" if class_specific else NOT_SPECIFIC)))
     return f"{method.title} ({text})" if text else method.title
 
 
-def method_label(name: str, options: Mapping[str, Any], *more: str, title: str = "") -> str:
-    """Return a method's name, or a title, with its `variant`, options that differ from its defaults, and more words.
+def method_label(name: str, options: Mapping[str, Any], *, class_specific: bool = True) -> str:
+    """Return a method's name with its `variant` and the options that differ from its defaults.
+
+    For a map that is not class-specific, it is the method's title, and says so.
 
     >>> rollout = get_method("rollout")
     >>> [method_label("rollout", rollout.complete(options)) for options in ({"patch": (3, 4)}, {"preset": "paper"})]
     ['rollout (patch (3, 4))', 'rollout (as published)']
+    >>> method_label("rollout", rollout.defaults, class_specific=False)
+    'attention rollout (not class-specific)'
     """
     method = get_method(name)
     which = variant(method, options)
     changed = departures(method, options) if which else _changes(options, method.defaults)
-    text = ", ".join(filter(None, (which, changed, *more)))
-    return f"{title or name} ({text})" if text else title or name
-
-
-def map_label(name: str, options: Mapping[str, Any], class_specific: bool) -> str:
-    """Return the label of a map's method; for one that is not class-specific its title, and that.
-
-    >>> map_label("rollout", get_method("rollout").defaults, False), map_label("gae", get_method("gae").defaults, True)
-    ('attention rollout (not class-specific)', 'gae')
-    """
-    if class_specific:
-        return method_label(name, options)
-    title = get_method(name).title
-    return method_label(name, options, NOT_SPECIFIC, title=f"{title[:1].lower()}{title[1:]}")
+    text = ", ".join(filter(None, (which, changed, "" if class_specific else NOT_SPECIFIC)))
+    called = name if class_specific else f"{method.title[:1].lower()}{method.title[1:]}"
+    return f"{called} ({text})" if text else called
 
 
 def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:
@@ -202,15 +189,14 @@ def _python(value: object) -> str:
 
 
 def unreliable(facts: Mapping[str, Any]) -> str:
-    """Warning for an unreliable sampling map (split-half Spearman below 0.2), or an empty string.
+    """Return the reliability of a sampling map if it is low (split-half Spearman below 0.2), or an empty string.
 
-    >>> unreliable({"reliability": 0.04})
-    'reliability 0.04: more masks increase it'
+    >>> unreliable({"reliability": -0.04})
+    'reliability −0.04'
     """
     reliability = facts.get("reliability")
-    if reliability is None or reliability >= _LOW_RELIABILITY:
-        return ""
-    return f"reliability {reliability:.2f}: more masks increase it".replace("-", "−")
+    low = reliability is not None and reliability < _LOW_RELIABILITY
+    return f"reliability {reliability:.2f}".replace("-", "−") if low else ""
 
 
 def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -225,6 +211,8 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{note[0].upper()}{note[1:]}."
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if low := unreliable(facts):
+        yield f"{low.capitalize()}: more masks increase it."
     if facts.get("random"):
         yield "The model uses random numbers, as Monte-Carlo dropout does: another run gives another score and map."
     if path := facts.get("cam_layer"):

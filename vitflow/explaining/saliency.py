@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite, log
+from math import isfinite, log, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,22 +56,19 @@ class Saliency:
         seconds: time of the forward pass (the image's share of its batch) and of the method.
 
     Facts:
-        readout: the tokens that the output is computed from, at which the map starts.
+        readout: the tokens at which the map starts.
         model_note: note for readers that the model carries.
         random: True if the model used random numbers, as Monte-Carlo dropout does.
-        note: the map is 0 everywhere, the outputs may be probabilities already, or the probability of the class is so
-            low that the map is no evidence for its presence.
-        cosine: similarity behind a softmax over prompts.
-        against: description of what is subtracted from the score.
+        note: the map is 0 everywhere, the outputs may be probabilities already, or the class is very improbable.
+        cosine, against: similarity behind a softmax over prompts, and what is subtracted from the score.
         blank: value and display of the score of the image replaced by its mean colour; for a word also with_image.
-        refinement: why the map is not refined.
-        patch_box: edges of the patch of the option `patch`, if it is of another grid than the map.
-        saturated, flow_layers: share of saturated flows, and the first and last layer of the flow.
+        refinement, patch_box: why the map is not refined, and edges of the option `patch` if it is on another grid.
+        layers, flow_layers, below: first and last layer of a rollout, of a flow, and of the rollout below a flow.
+        saturated, compared_with: share of saturated flows, and what each patch is compared with by similarity.
         cam_share, cam_layer: share of the gradient that passes the layer of Grad-CAM, and its module.
-        reliability, hidden: of sampling: split-half correlation, and how patches were hidden.
-        compared_with: what each patch is compared with by similarity.
-        detection: box, probability and query of a detection; also requested and iou if a box was given.
-        region: kind (of), mean_logit and pixels of a region.
+        reliability, hidden: split-half correlation of sampling, and how patches were hidden.
+        detection: box, probability and query; also requested and iou if a box was given.
+        region: kind (of), mean_logit and pixels.
         on_image, on_first_patch, on_edges, on_video, layer: of a generated word, see `Generation.image` and `clip`.
 
     >>> from vitflow import explain
@@ -110,7 +107,7 @@ class Saliency:
         if self.label and not self.class_specific:
             target = f"; {', '.join(captions.class_lines(self.score, False))}"
         patches = f"{rows} × {cols} patches on {width} × {height} pixels"
-        method = captions.map_label(self.method, self.options, self.class_specific)
+        method = captions.method_label(self.method, self.options, class_specific=self.class_specific)
         return f"Saliency({image_name(self.source)!r}, {method}, {patches}{target})"
 
     def _repr_mimebundle_(self, **_: Any) -> Any:
@@ -150,11 +147,6 @@ class Saliency:
         return self.score.probability
 
     @property
-    def predicted(self) -> int | None:
-        """Index of the most probable class."""
-        return self.score.predicted
-
-    @property
     def heatmap(self) -> NDArray[np.float32]:
         """Map upsampled to the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
         return upsample(self.grid, self.placement)
@@ -163,10 +155,6 @@ class Saliency:
     def drawn(self) -> NDArray[np.float32]:
         """The map that figures show: `pixels` or, without them, `grid`."""
         return self.grid if self.pixels is None else self.pixels
-
-    def _limits(self, pen: Pen) -> tuple[float, float]:
-        """Return the values of the first and the last colour."""
-        return pen.limits(self.drawn, signed=is_signed(self.method))
 
     def overlay(self, **drawing: Any) -> NDArray[np.uint8]:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
@@ -184,8 +172,9 @@ class Saliency:
             drawing: cmap, alpha and fade as for `vitflow.images.overlay.blend`.
         """
         pen = Pen(None, **drawing)
+        limits = pen.limits(self.drawn, signed=is_signed(self.method))
         marked = self.marked if self.region is not None or "detection" in self.facts else None
-        return pen.overlay(self.drawn, self.placement, self.image, self._limits(pen), marked)
+        return pen.overlay(self.drawn, self.placement, self.image, limits, marked)
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
@@ -231,11 +220,11 @@ class Saliency:
         from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, draw_into, written
 
         pen = Pen(width, **drawing)
-        limits, marked = self._limits(pen), check_marks(self.image, boxes, mask)
+        limits = pen.limits(self.drawn, signed=is_signed(self.method))
+        marked = check_marks(self.image, boxes, mask)
         marked += [self.marked] if self.marked is not None else []
         drawn = pen.overlay(self.drawn, self.placement, self.image, limits, marked)
-        more = () if self.class_specific else (captions.NOT_SPECIFIC,)
-        title = captions.method_title(self.definition, self.options, *more)
+        title = captions.method_title(self.definition, self.options, class_specific=self.class_specific)
         heads = [Column(title, captions.departures(self.definition, self.options))]
         lines = tuple(captions.class_lines(self.score, self.class_specific))
         bar, percentiles = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
@@ -262,8 +251,6 @@ class Saliency:
         if "," in (readout := self.facts.get("readout", "")):  # not the model's default pooling
             yield f"Readout: {readout}."
         yield from captions.notes_of(self.facts)
-        if warning := captions.unreliable(self.facts):
-            yield f"{warning[0].upper()}{warning[1:]}."
         if compared := self.facts.get("compared_with"):
             yield f"Each patch is compared with {compared}."
         elif detection := self.facts.get("detection"):
@@ -293,13 +280,12 @@ class Saliency:
             return path
         if options:
             raise OptionError(f"{suffix} is unscaled and has no drawing options; got {', '.join(options)}.")
-        if suffix == ".npy":
-            with write_atomically(path) as file:
-                np.save(file, self.heatmap)
-            return path
-        metadata = np.array(json.dumps(self.to_dict(), ensure_ascii=False))
         with write_atomically(path) as file:
-            np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)
+            if suffix == ".npy":
+                np.save(file, self.heatmap)
+            else:
+                metadata = np.array(json.dumps(self.to_dict(), ensure_ascii=False))
+                np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)
         return path
 
     def to_dict(self, *, values: bool = False) -> dict[str, Any]:
@@ -334,17 +320,19 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
     if first.target is None or second.target is None or first.target == second.target:
         raise SameClassError(f"Expected two different classes in a contrast, got {first.label} twice.")
     value = _logit(first.score, activation) - _logit(second.score, activation)
+    grids = [each.grid.astype(np.float64) for each in (first, second)]
+    one, other = (grid / max(np.abs(grid).sum(), np.finfo(np.float64).tiny) for grid in grids)
     score = Score(
         f"{first.label} against {second.label}",
-        value if isfinite(value) else None,  # a probability was rounded to 0 or 1
+        value if isfinite(value) else None,
         {"probability": "logits", "cosine": "in cosine"}.get(first.score.unit, first.score.unit),
-        predicted=first.predicted,
+        predicted=first.score.predicted,
         sides=(first.target, second.target),
         opposed=(first.label, second.label),
     )
     return replace(
         first,
-        grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
+        grid=(one - other).astype(np.float32),
         pixels=None,
         significant=None,
         score=score,
@@ -353,19 +341,9 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
     )
 
 
-def _shares(grid: NDArray[np.float32]) -> NDArray[np.float64]:
-    values = grid.astype(np.float64)
-    total = np.abs(values).sum()
-    return values / total if total > 0 else values
-
-
 def _logit(score: Score, activation: str) -> float:
-    """Return the logit of a probability (of a softmax up to a constant); other scores unchanged."""
-    probability = score.value
-    if probability is not None and score.unit != "probability":
-        return probability
-    if not probability:
-        return -inf
-    if activation == "softmax":
-        return log(probability)
-    return inf if probability == 1.0 else log(probability) - log(1.0 - probability)
+    """Return the logit of a probability (of a softmax up to a constant), or NaN of 0 and 1; other scores unchanged."""
+    if score.value is None or score.unit != "probability":
+        return nan if score.value is None else score.value
+    rest = 1.0 if activation == "softmax" else 1.0 - score.value
+    return log(score.value) - log(rest) if score.value > 0 < rest else nan
