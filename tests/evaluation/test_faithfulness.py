@@ -263,7 +263,8 @@ def test_training_mode_comes_back_also_after_an_exception():
     for how in ("drop", "blank"):
         first, second = (faithfulness_curves(explainer, maps, replace=how)[0] for _ in range(2))
         np.testing.assert_array_equal(first.deletion, second.deletion)  # no dropout
-        with pytest.raises((RuntimeError, UnsupportedModelError), match="in the middle"), pytest.MonkeyPatch.context() as patch:
+        failed = RuntimeError, UnsupportedModelError
+        with pytest.raises(failed, match="in the middle"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.norm, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("in the middle")))
             faithfulness_curves(explainer, maps, replace=how)
         assert [module.training for module in model.modules()] == modes

@@ -16,7 +16,7 @@ from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, printable
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
@@ -106,17 +106,12 @@ class Models:
                         *shown, notes = function(*given)
                 except VitflowError as error:
                     kept = (gr.skip() for _ in outputs[cleared + 1 :])
-                    return *(None,) * cleared, *kept, _messages("error", [f"{self._remedy(error)}{error}"])
+                    return *(None,) * cleared, *kept, _messages("error", [error])
             return *shown, _messages("note", [*(one.message for one in noted), *notes])
 
         named = {"api_visibility": "private"} if function.__name__.startswith("_") else {"api_name": function.__name__}
         turn = {"concurrency_id": "model", "concurrency_limit": 1, "trigger_mode": "always_last"}
         trigger(answer, list(inputs), list(outputs), **turn, **named).then(None, None, None, js=_SHOW)
-
-    def _remedy(self, error: VitflowError) -> str:
-        """Return what helps on the page if a model cannot be loaded."""
-        local = isinstance(error, ModelError) and "demo" in self.images
-        return "Choose Model: demo (bundled).\n" if local else ""
 
 
 @contextmanager

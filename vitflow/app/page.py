@@ -6,18 +6,15 @@ import socket
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from html import escape
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio.route_utils import FnIndexInferError
 from gradio.utils import get_upload_folder
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitflow.app.models import Models
@@ -27,8 +24,8 @@ from vitflow.images.reading import MAX_PIXELS
 
 # Maximum number of queued and remembered visitors, and lifetime of their files in seconds.
 _VISITORS, _KEPT = 32, 3600
-# Maximum number of characters of a field, and of bytes of all files of all visitors.
-_CHARACTERS, _BYTES = 2000, 4_000_000_000
+# Maximum number of characters of a field.
+_CHARACTERS = 2000
 _CSS = """
 .gradio-container > main { padding-top: 8px }
 .gallery-item, .gallery-item :is(img, .container) { max-width: 60px; max-height: 60px }
@@ -49,7 +46,7 @@ _FETCHES = re.compile(r"/file=[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 class RequestCheck(TrustedHostMiddleware):
-    """Middleware that also refuses requests of other pages, requests to fetch from other servers, and too many uploads.
+    """Middleware that also refuses requests of other pages, and requests to fetch from other servers.
 
     A foreign name in Host indicates DNS rebinding, by which another site could reach this page. `names` are its hosts;
     pages of `others` may also send requests.
@@ -73,28 +70,11 @@ class RequestCheck(TrustedHostMiddleware):
             return "This page answers no other page. `vitflow app --allowed-host NAME` allows one by its host."
         if _FETCHES.search(path):
             return "This page fetches nothing from other servers."
-        if path.endswith("/upload") and _used() > _BYTES:
-            return "This page has too many files, which are deleted after an hour."
         return ""
-
-
-def _used() -> int:
-    """Return the bytes of the files of all visitors."""
-    return sum(path.stat().st_size for path in Path(get_upload_folder()).rglob("*") if path.is_file())
 
 
 class _Page(gr.Blocks):  # type: ignore[misc]
     """A page that opens no other files than uploads, and shows invalid requests as text without a traceback."""
-
-    async def process_api(self, block_fn: Any, inputs: Any, *rest: Any, event_data: Any = None, **more: Any) -> Any:
-        """Answer one request; arguments as given by Gradio."""
-        data = getattr(event_data, "_data", None) or {}
-        at = data.get("index") if isinstance(data, dict) and "value" in data else None
-        if block_fn.collects_event_data and not all(
-            isinstance(one, int | float) and isfinite(one) for one in (at if isinstance(at, list) and at else [at])
-        ):
-            raise gr.Error("Expected a click on the page, got something else.", print_exception=False)
-        return await super().process_api(block_fn, inputs, *rest, event_data=event_data, **more)
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *rest: Any, **more: Any) -> list[Any]:
         """Validate the values of a request, before Gradio opens the paths and URLs among them."""
@@ -127,10 +107,6 @@ def _checked(field: Any, value: Any) -> Any:
     return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
 
-async def _unknown(_request: Request, _error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": "This page has no such function, or the function has no such argument."}, 404)
-
-
 def launch(
     models: Models,
     samples: Sequence[str | Path],
@@ -150,11 +126,10 @@ def launch(
     if wrong := [one for one in others if not re.fullmatch(r"\*|(\*\.)?[^*]+", one)]:
         raise OptionError(f"Expected an allowed host as NAME, *.NAME or *, got {wrong[0]!r}.")
     check = Middleware(RequestCheck, names=[*names], others=others)
-    unknown: Any = dict.fromkeys((FnIndexInferError, KeyError, TypeError), _unknown)  # what Gradio raises then
     settings: dict[str, Any] = {
         "server_name": host,
         "server_port": port,
-        "app_kwargs": {"middleware": [check], "exception_handlers": unknown},
+        "app_kwargs": {"middleware": [check]},
         "theme": gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         "css": _CSS,
         "footer_links": [],
