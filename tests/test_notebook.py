@@ -69,14 +69,6 @@ def test_a_comparison_shows_the_strip_of_its_first_images(explainer, folder):
     assert shown(few)[0]["text/plain"] == repr(few)
 
 
-def test_an_explainer_shows_its_model(explainer):
-    bundle, size = shown(explainer)
-    assert size is None and "64 × 64" in bundle["text/plain"] and "3 classes" in bundle["text/plain"]
-    assert "&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&amp;, b, c" in bundle["text/html"]
-    headless = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=64, depth=1)
-    assert "0 classes" in shown(vitflow.Explainer(headless))[0]["text/html"]
-
-
 def test_a_folder_run_shows_its_first_images_and_what_failed(explainer, folder, tmp_path):
     summary = vitflow.explain_folder(folder, tmp_path / "out", model=explainer, workers=0)
     bundle, size = shown(summary)

@@ -34,9 +34,6 @@ from vitflow.models.parts import modules_of, refuse_scripted, refuse_volumes, un
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import evaluating, model_lock
 
-# Number of class names shown in a notebook.
-_NAMES_SHOWN = 12
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimilarityTo:
@@ -137,20 +134,6 @@ class ImageModel:
         count = "" if self.model_info.outputs.count is None else f", {self.model_info.outputs.count} classes"
         height, width = self.spec.size
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
-
-    def _repr_mimebundle_(self, **_: Any) -> Any:
-        """Return a table of the model's properties for notebooks."""
-        from vitflow.images.figures import bundle, html_table  # loads matplotlib
-
-        names, spec = self.class_names or [], self.spec
-        more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
-        rows = [
-            ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
-            ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
-            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.outputs.count),
-            ("activation", self.outputs.activation),
-        ]
-        return bundle(repr(self), tables=[html_table(rows)])
 
     @property
     def model_id(self) -> str:

@@ -135,27 +135,26 @@ class ModelInputs:
         else:
             mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
             shown = values * std + mean
-            if note := _unnormalised(values, shown):
+            lowest, highest = float(values.min()), float(values.max())
+            beyond = float(shown.min()) < -_OVERSHOOT or float(shown.max()) > 1 + _OVERSHOOT
+            if beyond or (0 <= lowest < highest <= 1 and not torch.equal(values, shown)):
                 warnings.warn(
-                    f"{name or 'image'}: the tensor does not look normalised for {self._model_id}: {note}. Expected "
-                    f"(image - mean) / std with mean={self.spec.mean} and std={self.spec.std}, for images from 0 to 1.",
+                    f"{name or 'image'}: the tensor does not look normalised for {self._model_id}: its range is "
+                    f"{lowest:.3g} to {highest:.3g}. Expected (image - mean) / std with mean={self.spec.mean} and "
+                    f"std={self.spec.std}, for images from 0 to 1.",
                     VitflowWarning,
                     stacklevel=2,
                 )
         if original is not None:
-            return self._placed_on(read_image(original), pixels, name)
+            drawn_on = read_image(original)
+            placement = self.preprocessing.place((drawn_on.shape[0], drawn_on.shape[1]))
+            if placement.input_size != size:
+                fit = self.preprocessing.fit
+                expected = f"a tensor of {placement.input_size} pixels for this original and fit={fit!r}"
+                raise ShapeError(f"Expected {expected}, got {size}.")
+            return PlacedImage(name, drawn_on, placement, pixels)
         image = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
         return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels)
-
-    def _placed_on(self, image: NDArray[np.uint8], pixels: Tensor, name: str) -> PlacedImage:
-        """Place a model input on its original; ShapeError if it has not the size that the original gives."""
-        placement = self.preprocessing.place((image.shape[0], image.shape[1]))
-        size, fit = tuple(pixels.shape[1:]), self.preprocessing.fit
-        if placement.input_size != size:
-            raise ShapeError(
-                f"Expected a tensor of {placement.input_size} pixels for this original and fit={fit!r}, got {size}."
-            )
-        return PlacedImage(name, image, placement, pixels)
 
 
 def crop_note(placement: Placement) -> str:
@@ -170,17 +169,6 @@ def crop_note(placement: Placement) -> str:
     if share >= _SMALL_CROP:
         return ""
     return f"the model sees {share:.1%} of the image: fit='pad' or fit='squash' shows it the whole image"
-
-
-def _unnormalised(values: Tensor, shown: Tensor) -> str:
-    """Return why a model input does not look normalised, from its values and those without the normalisation; or ""."""
-    lowest, highest = float(values.min()), float(values.max())
-    between = f"its range is {lowest:.3g} to {highest:.3g}"
-    if float(shown.min()) < -_OVERSHOOT or float(shown.max()) > 1 + _OVERSHOOT:
-        return between
-    if 0 <= lowest < highest <= 1 and not torch.equal(values, shown):
-        return f"{between}, as that of an image before the normalisation or without dark pixels"
-    return ""
 
 
 def _remedy(pixels: Tensor, channels: int, fits: bool) -> str:

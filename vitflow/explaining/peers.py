@@ -5,7 +5,6 @@ result on the patch grid. Maps equal those of a direct call.
 """
 
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +54,7 @@ def external_method(name: str) -> Method:
         needs=frozenset({"predict"}),
         class_specific=True,
         refine_stage="none",
-        title=f"{_spaced(wanted)} ({extra})",
+        title=f"{wanted} ({extra})",
         paper=f"{extra}, {wanted}",
     )
 
@@ -84,15 +83,6 @@ def _with_tuples(value: Any) -> Any:
     ((3, 16, 16), 0.5)
     """
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
-
-
-def _spaced(name: str) -> str:
-    """Separate the words of a long name, so that figures can break it.
-
-    >>> _spaced("LayerIntegratedGradients"), _spaced("LayerCAM")
-    ('Layer Integrated Gradients', 'LayerCAM')
-    """
-    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name) if len(name) > 16 else name
 
 
 def _classes(module: Any, package: str) -> dict[str, type]:

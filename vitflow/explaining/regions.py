@@ -1,6 +1,7 @@
 """Questions about a region of the image: a detection of an object detector, or a class inside a region."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,9 @@ from torch.nn.functional import adaptive_avg_pool2d
 from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.features import box_inside, check_box
 from vitflow.images.geometry import Placement
+from vitflow.images.preprocessing import upsample
 from vitflow.models.calls import dense_logits_of, detections_of
-from vitflow.models.classes import checked_class_names, class_index, is_several, top_count
+from vitflow.models.classes import checked_class_names, class_index, top_count
 from vitflow.models.data_configs import library_data_config
 from vitflow.models.names import NO_OBJECT, config_labels, is_segmenting, model_id, output_names
 from vitflow.models.outputs import Binding, Outputs, activate
@@ -147,7 +149,7 @@ class Selected:
     outline: NDArray[np.bool_] | None = None
 
 
-class _Bound:
+class Regions(ABC):
     """Outputs for a detection or region; the current one is set by `binding` while an image is explained.
 
     One object serves all images, so that the head of a model is observed once for a question.
@@ -166,8 +168,21 @@ class _Bound:
         finally:
             self.bound = None
 
+    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
+        """Select the detections or regions of one image, from the model's output for it."""
+        selected = []
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
+            count = top_count(target)
+            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
+            selected += self._selected(output, placement, index, count or 1)
+        return selected
 
-class Detections(_Bound):
+    @abstractmethod
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
+        """Select for one class, or for the `count` most probable ones."""
+
+
+class Detections(Regions):
     """The class logits of a detection."""
 
     question: Boxes
@@ -184,16 +199,10 @@ class Detections(_Bound):
         followed = Outputs(self._followed, activation="sigmoid")
         return Outputs(self.scores, names, count, self._activation, description=description, perturbed_outputs=followed)
 
-    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
-        """Select the detections of one image, from the model's output for it."""
-        selected = []
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
         logits, places = (each[0].detach().cpu() for each in detections_of(output))
-        scores = self._objects(activate(logits, outputs.activation))
-        for target in targets if isinstance(targets, list | tuple) else [targets]:
-            count = top_count(target)
-            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
-            selected += _matching(scores, places.double(), self.question.box, placement, index, count or 1)
-        return selected
+        scores = self._objects(activate(logits, self._activation or "softmax"))
+        return _matching(scores, places.double(), self.question.box, placement, index, count)
 
     def _objects(self, probabilities: Tensor) -> Tensor:
         """Return the probabilities of the objects, without "no object"."""
@@ -216,7 +225,7 @@ class Detections(_Bound):
         return products.amax(dim=1).logit(eps=1e-9)
 
 
-class Segments(_Bound):
+class Segments(Regions):
     """The mean logits of the classes over a region."""
 
     question: Masks
@@ -228,17 +237,10 @@ class Segments(_Bound):
         names, activation = output_names(model, self._names, count), self._activation or "softmax"
         return Outputs(self.scores, names, count, activation, description={"masks": described})
 
-    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
-        """Select the regions of one image, from the model's output for it."""
-        selected = []
-        logits = dense_logits_of(output)[0].detach().cpu().double()
-        for target in targets if isinstance(targets, list | tuple) else [targets]:
-            if is_several(target):
-                raise OptionError(f"Expected a class name or index with masks, got {target!r}.")
-            count = top_count(target)
-            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
-            selected.append(self._region(logits, placement, index))
-        return selected
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
+        if count > 1:
+            raise OptionError(f"Expected a class name or index with masks, got 'top{count}'.")
+        return [self._region(dense_logits_of(output)[0].detach().cpu().double(), placement, index)]
 
     def scores(self, output: Any) -> Tensor:
         """Mean logits [batch, classes] over the bound region, or over the whole image."""
@@ -256,14 +258,7 @@ class Segments(_Bound):
             weights, words = (predicted == index).double(), "where the model predicts the class"
             if not weights.any():
                 raise OutsideImageError("The model predicts this class nowhere: pass a region, or another class.")
-            y, x = (np.arange(side) + 0.5 for side in placement.image_size)
-            inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))
-            cells = [
-                (each * n / side).astype(int) for each, n, side in zip(inputs, size, placement.input_size, strict=True)
-            ]
-            inside = [(each >= 0) & (each < n) for each, n in zip(inputs, placement.input_size, strict=True)]
-            rows, cols = (cell.clip(0, n - 1) for cell, n in zip(cells, size, strict=True))
-            outline = (weights.numpy() > 0)[np.ix_(rows, cols)] & np.outer(*inside)
+            outline = upsample(weights.numpy().astype(np.float32), placement, interpolation="nearest") > 0.5
         else:
             outline, words = _outline(self.question.region, placement)
             weights = _weights(outline, placement, size)
@@ -277,9 +272,6 @@ class Segments(_Bound):
         index = int(means.argmax()) if index is None else index
         facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
         return Selected(index, weights, None, facts, outline)
-
-
-Regions = Detections | Segments
 
 
 def _matching(
