@@ -66,8 +66,7 @@ def explore(
         model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
         methods: maps to compute in advance; by default those of `READY_METHODS` that the model supports.
         targets: targets of class-specific maps; by default the three most probable classes.
-        max_size: maximum size of the page in megabytes. Data that does not fit is left out or stored in 8 bits, and the
-            page reports it.
+        max_size: maximum size of the page in megabytes. Data that does not fit is left out, and the page reports it.
         deletion: also run the model while the patches of the GAE maps are removed one tenth after the other, whose
             scores the page shows. This takes most of the time.
         fit, device: as for `vitflow.explain`.

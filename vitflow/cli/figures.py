@@ -146,8 +146,7 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     "",
     "--max-size",
     click.FloatRange(min=0, min_open=True),
-    "Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
-    "page reports it.",
+    "Maximum size of the page. Data that does not fit is left out, single heads first; the page reports it.",
     default=40.0,
     metavar="MB",
 )

@@ -107,19 +107,17 @@ def make_explorer(
     """Make the page, with the "title", whether it is "signed", "defaults" and "published" options of each method.
 
     Data that does not fit into max_size megabytes is left out with a note: first single heads, then all fusions but
-    one, which is stored in 8 bits if necessary.
+    one.
     """
     records = [_record(image) for image in images]
-    room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in records) - 2**17)
     for one, image in zip(records, images, strict=True):
         for name, matrices in image.affinities.items():  # row by row, with the diagonal
             halves = [symmetric[np.triu_indices(len(symmetric))] for symmetric in matrices]
-            one["affinities"][name] = [room.take(pack_half(half)) for half in halves]
+            one["affinities"][name] = [pack_half(half) for half in halves]
         if image.features is not None:
-            packed = room.take(pack_directions(image.features[0]))
-            one["features"] = {**packed, "grid": image.features[1]}
+            one["features"] = {**pack_directions(image.features[0]), "grid": image.features[1]}
     live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
-    notes = _pack_attention(live, room, max_size) if live else []
+    notes = _pack_attention(live, max_size * _MEGABYTE - len(str(records)) - 2**17) if live else []
     if reason := next((image.refused["deletion"] for image in images if "deletion" in image.refused), None):
         notes.append(f"“Does it matter?” is left out, as patches cannot be removed: {reason}")
     title = records[0]["name"] if len(images) == 1 else f"{len(images)} images"
@@ -144,50 +142,33 @@ def make_explorer(
     return ExplorerPage(page, (*notes, size))
 
 
-class _Room:
-    """Remaining size of a page, in bytes."""
-
-    def __init__(self, left: float) -> None:
-        self.left = left
-
-    def take(self, packed: Packed) -> Packed:
-        """Add data to the page."""
-        self.left -= packed_size(packed)
-        return packed
-
-    def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
-        """Add an array of every image to the page; return None, and add nothing, if they do not fit."""
-        if 0.4 * sum(array.size for array in values) * bits / 8 > self.left:  # better compression does not occur
-            return None
-        arrays = [pack(array) for array in values]
-        return [self.take(packed) for packed in arrays] if sum(map(packed_size, arrays)) <= self.left else None
-
-
-def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> list[str]:
-    """Put as much attention into the page as fits; return notes."""
-    left_out = []
+def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: float) -> list[str]:
+    """Put as much attention as fits into the rest of the page, `room` bytes; return notes."""
     notes = ["Attention is stored in half precision: each number within 2⁻¹¹ of its value."]
-    for key in (key for key in FUSED if all(key in image.attention for _, image in live)):
-        values = [image.attention[key] for _, image in live]
-        packed_all = room.take_all(values, pack_half, 16)
-        if packed_all is None and not live[0][0]["attention"]:  # one fusion is indispensable
-            packed_all = [room.take(pack_logarithmic(array)) for array in values]
-            notes = ["Attention is stored in 8 bits: each number within 3.1% of its value, the smallest values as 0."]
-        if packed_all is None:
-            left_out.append(f"{key[0]} over heads, {'value-weighted' if key[1] else 'plain'}")
-            continue
-        for (record, _), packed in zip(live, packed_all, strict=True):
-            record["attention"][f"{key[0]} {'weighted' if key[1] else 'plain'}"] = packed
-    if left_out:
-        notes.append(f"Left out, for a page of at most {max_size:g} MB: {', '.join(left_out)}.")
-    values = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
-    heads = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
-    if heads is None:
-        return [*notes, f"Single heads are left out, for a page of at most {max_size:g} MB."]
-    for (record, _), packed in zip(live, heads, strict=True):
-        record["heads"] = packed
-    notes.append("Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0.")
-    return notes
+    left_out = []
+    for number, key in enumerate(key for key in FUSED if all(key in image.attention for _, image in live)):
+        packed = _fitting([image.attention[key] for _, image in live], pack_half, 16, room if number else np.inf)
+        room -= sum(map(packed_size, packed))
+        name, weighting = f"{key[0]} over heads", "value-weighted" if key[1] else "plain"
+        left_out += [] if packed else [f"{name}, {weighting}"]
+        for (record, _), one in zip(live, packed, strict=False):
+            record["attention"][f"{key[0]} {'weighted' if key[1] else 'plain'}"] = one
+    heads = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
+    packed = _fitting(heads, pack_logarithmic, 8, room) if len(heads) == len(live) else []
+    for (record, _), one in zip(live, packed, strict=False):
+        record["heads"] = one
+    precision = "Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0."
+    left_out += [] if packed else ["single heads"]
+    notes += [precision] if packed else []
+    return notes + ([f"Left out, for a smaller page: {'; '.join(left_out)}."] if left_out else [])
+
+
+def _fitting(values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int, room: float) -> list[Packed]:
+    """Pack an array of each image; return nothing if they do not fit."""
+    if 0.4 * sum(array.size for array in values) * bits / 8 > room:  # better compression does not occur
+        return []
+    packed = [pack(array) for array in values]
+    return packed if sum(map(packed_size, packed)) <= room else []
 
 
 def _record(image: ExploredImage) -> dict[str, Any]:
