@@ -33,16 +33,15 @@ def written_out(model: nn.Module, pixels: torch.Tensor, score, mean: bool, start
     return (total / literal_vit.HEADS / len(layers)).reshape(4, 4).numpy()
 
 
-@pytest.mark.parametrize("pooled", ["mean", "class_token"])
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
-def test_legrad_is_the_positive_gradient_of_each_layers_answer(readout, pooled):
+def test_legrad_is_the_positive_gradient_of_each_layers_answer(readout):
     model = literal_vit.timm_model(readout)
     explainer, images, targets = Explainer(model, data_config=CONFIG), [photo(1), photo(2)], np.array([3, 0])
     start = 2 if readout == "class token" else 1
-    actual = explainer.explain_batch(images, methods=["legrad"], targets=targets, pooled=pooled, start_layer=start)
+    actual = explainer.explain_batch(images, methods=["legrad"], targets=targets, start_layer=start)
     for image, target, saliency in zip(images, targets, actual, strict=True):
         pixels = explainer.pixels(image)[0]
-        wanted = written_out(model, pixels, lambda logits, entry=target: logits[entry], pooled == "mean", start)
+        wanted = written_out(model, pixels, lambda logits, entry=target: logits[entry], True, start)
         assert saliency.grid == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
         assert saliency.class_specific and (saliency.grid >= 0).all() and saliency.grid.any()
 
@@ -100,8 +99,7 @@ def test_models_whose_layers_have_no_answer_of_their_are_refused_by_name(name, o
 
 def test_what_legrad_cannot_be_requested_is_said():
     explainer = Explainer(literal_vit.timm_model(), data_config=CONFIG)
-    for options, words in (({"start_layer": 4}, "from 1 to 3"), ({"pooled": "max"}, "Unknown pooled 'max'")):
-        with pytest.raises(OptionError, match=words):
-            explainer.explain(photo(), method="legrad", **options)
+    with pytest.raises(OptionError, match="from 1 to 3"):
+        explainer.explain(photo(), method="legrad", start_layer=4)
     with pytest.raises(OptionError, match="require classes"):
         Explainer(literal_vit.timm_model(num_classes=0), data_config=CONFIG).explain(photo(), method="legrad")

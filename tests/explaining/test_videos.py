@@ -1,4 +1,4 @@
-"""Video models: tubelets, maps against the model's own attention, controls, and what is refused."""
+"""Video models: tubelets, maps against the model's own attention, and what is refused."""
 
 import json
 
@@ -108,15 +108,6 @@ def test_hiding_a_tubelet_is_shown_in_its_place(model):
     assert StackedFrames(model).shape.grid == (4, 4, 4)
 
 
-def test_controls_report_shuffled_and_repeated_frames(model):
-    clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), target=1, controls=True)
-    shuffled, repeated = clip.controls
-    assert shuffled.startswith("Shuffled frames: rank correlation") and "instead of" in shuffled
-    assert repeated.startswith("First frame repeated: ")
-    assert list(clip.controls) == clip.to_dict()["controls"] and clip.controls[0] in clip.notes()
-    assert clip.to_dict()["frames"] == 8 and clip.notes()[0].startswith("Share: the fraction of the 2 frames")
-
-
 def test_wrong_input_is_refused(model):
     explainer = Explainer(model, data_config=CONFIG)
     with pytest.raises(ShapeError, match="Expected 8 frames, as .*ForVideoClassification reads, got 5"):
@@ -167,10 +158,10 @@ def test_the_command_loads_a_folder_and_its_preprocessing(tmp_path):
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
     video(tmp_path / "clip.mp4", np.repeat(FRAMES, 2, axis=0))
     arguments = ["explain", str(tmp_path / "clip.mp4"), "--model", str(tmp_path / "model"), "--class", "1"]
-    result = CliRunner().invoke(cli, [*arguments, "--controls", "--json", "-o", str(tmp_path / "map.png")])
+    result = CliRunner().invoke(cli, [*arguments, "--json", "-o", str(tmp_path / "map.png")])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["frames"] == 8 and len(record["frame_shares"]) == 4 and len(record["controls"]) == 2
+    assert record["frames"] == 8 and len(record["frame_shares"]) == 4
     assert (tmp_path / "map.png").stat().st_size > 10_000
-    refused = CliRunner().invoke(cli, ["explain", str(sample_images()[0]), "--model", "demo", "--controls"])
-    assert refused.exit_code == 2 and "--frames and --controls require a video" in refused.stderr
+    refused = CliRunner().invoke(cli, ["explain", str(sample_images()[0]), "--model", "demo", "--frames", "4"])
+    assert refused.exit_code == 2 and "--frames requires a video" in refused.stderr

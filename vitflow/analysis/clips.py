@@ -25,7 +25,6 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.images.videos import read_video, write_video
-from vitflow.methods.similarity import spearman
 from vitflow.models.classes import class_index, is_several, top_count
 from vitflow.models.videos import StackedFrames
 from vitflow.registry.choices import ChosenMethod, choose_methods, is_signed
@@ -57,7 +56,6 @@ class Clip:
         span: number of frames that each map covers.
         joint: whether the model sees all frames together.
         best: index of the frame with the highest score; 0 if the model sees all frames together.
-        controls: results of the controls, one sentence each.
 
     >>> from vitflow.demo import draw_image
     >>> clip = explain_clip([draw_image(seed).image for seed in range(3)], model="demo", target=2)
@@ -72,7 +70,6 @@ class Clip:
     span: int = 1
     joint: bool = False
     best: int = 0
-    controls: tuple[str, ...] = ()
 
     @cached_property
     def grid(self) -> NDArray[np.float32]:
@@ -133,7 +130,7 @@ class Clip:
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
                 "The model sees each frame alone, so their order does not matter."
             ]
-        notes, first = [*notes, *self.controls], self.frames[0]
+        first = self.frames[0]
         if (self.grid < 0).any():
             below, above = captions.ends(self.score, first.class_specific)
             notes.append(f"Colours diverge from 0, which is transparent: below 0 {below}, above 0 {above}.")
@@ -178,7 +175,6 @@ class Clip:
             "best_frame": None if self.joint else self.best + 1,
             "frame_shares": [round(float(share), 4) for share in self.shares],
             "frames_per_share": self.span,
-            "controls": list(self.controls),
         }
 
     def _repr_mimebundle_(self, **_: Any) -> Any:
@@ -225,7 +221,6 @@ def explain_clip(
     method: str | None = None,
     target: Target = None,
     frames: int | None = None,
-    controls: bool = False,
     **options: Any,
 ) -> Clip:
     """Explain a clip with a video model, or with an image model that runs on each frame.
@@ -240,8 +235,6 @@ def explain_clip(
         method: a name from `list_methods()`; by default gae.
         target: class index or name; by default the class with the largest mean logit.
         frames: the number of frames of a video file; by default 8, or as many as the video model reads.
-        controls: also explain the clip with its frames shuffled and with its first frame repeated, and report how the
-            shares change (video models only): a share that does not change is no evidence that the map depends on time.
         options: options of the method.
 
     Raises:
@@ -258,9 +251,7 @@ def explain_clip(
     [chosen] = choose_methods(["gae" if method is None else method], options)
     source = str(clip) if isinstance(clip, str | os.PathLike) else "clip"
     if stacked is not None:
-        return _explain_joint(explainer, stacked, images, chosen, target, source, controls=controls)
-    if controls:
-        raise OptionError("controls requires a video model: an image model sees each frame alone.")
+        return _explain_joint(explainer, stacked, images, chosen, target, source)
     names = [f"{image_name(source)}, frame {number}" for number in range(1, len(images) + 1)]
     pixels = torch.cat([each if isinstance(each, Tensor) else explainer.pixels(each) for each in images])
     with torch.inference_mode(False), torch.no_grad():
@@ -285,8 +276,6 @@ def _explain_joint(
     chosen: ChosenMethod,
     target: Target,
     source: str,
-    *,
-    controls: bool,
 ) -> Clip:
     if stacked.divided and chosen.method.needs & {"attention", "heads", "features", "tokens"}:
         raise UnsupportedModelError(
@@ -302,36 +291,17 @@ def _explain_joint(
     preparing = replace(explainer.preprocessing, spec=replace(explainer.spec, size=stacked.shape.size))
     placement = preparing.place(images[0].shape[:2])
     pixels = torch.stack([torch.from_numpy(preparing.prepare(image, placement)) for image in images])
-
-    def explained(pixels: Tensor, target: Target) -> Saliency:
-        tall = stacked.stack(pixels[None])[0]
-        blank = np.zeros((*tall.shape[1:], 3), np.uint8)
-        size = (tall.shape[1], tall.shape[2])
-        image = PlacedImage(source, blank, Placement(size, size, (0, 0), size), pixels=tall)
-        [saliency] = explainer.explain_batch([image], methods=[chosen], targets=[target], names=[source])
-        return saliency
-
-    whole = explained(pixels, target)
+    tall = stacked.stack(pixels[None])[0]
+    size = (tall.shape[1], tall.shape[2])
+    image = PlacedImage(source, np.zeros((*size, 3), np.uint8), Placement(size, size, (0, 0), size), pixels=tall)
+    [whole] = explainer.explain_batch([image], methods=[chosen], targets=[target], names=[source])
     maps = whole.grid.reshape(times, rows, -1)
-    shares, lines = joint_shares(maps), []
-    if controls:
-        order = np.random.default_rng(0).permutation(times)  # of whole tubelets
-        indices = (order[:, None] * span + np.arange(span)).ravel()
-        for name, frames, places in (
-            ("Shuffled frames", pixels[indices], np.argsort(order)),
-            ("First frame repeated", pixels[:1].expand_as(pixels), np.arange(times)),
-        ):
-            control = explained(frames.contiguous(), whole.target)
-            agreement = spearman(joint_shares(control.grid.reshape(maps.shape))[places], shares)
-            rank = "equal shares" if agreement is None else f"rank correlation {agreement:.2f}".replace("-", "−")
-            score = f", {control.score.display} instead of {whole.score.display}" if whole.score.display else ""
-            lines.append(f"{name}: {rank} with the shares of the clip{score}.")
     each = replace(whole, placement=placement, seconds=whole.seconds / times)
     parts = tuple(
         replace(each, grid=grid, image=images[start], source=f"{image_name(source)}, frame {start + 1}")
         for grid, start in zip(maps, range(0, times * span, span), strict=True)
     )
-    return Clip(parts, whole.score, shares, source, span=span, joint=True, controls=tuple(lines))
+    return Clip(parts, whole.score, joint_shares(maps), source, span=span, joint=True)
 
 
 def frames_of(clip: ClipSource, count: int) -> list[Any]:

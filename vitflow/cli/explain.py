@@ -53,7 +53,6 @@ _LONGEST_ENDING = 100
     1,
     f"Number of frames, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
-@shared.option("Video", "--controls", bool, "Video models: compare with shuffled frames and a repeated first frame.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video.
 
@@ -72,8 +71,8 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
                 "A video requires a single input and a single class, without --against, --save-map and --blank."
             )
         suffixes = CLIP_FORMATS
-    elif given["frames"] or given["controls"]:
-        raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
+    elif given["frames"]:
+        raise OptionError(f"--frames requires a video ({', '.join(VIDEO_FORMATS)}).")
     if given["blank"] and (strip or given["against"] or given["box"]):
         raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
     # maps of different classes must not overwrite each other
@@ -109,7 +108,7 @@ def _maps(
 
         [target] = shared.targets_of(given)
         settings = {"method": given["method"], "target": target, "frames": given["frames"]}
-        clip = explain_clip(image, model=explainer, controls=given["controls"], **settings, **options)
+        clip = explain_clip(image, model=explainer, **settings, **options)
         return [replace(clip.frames[clip.best], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):

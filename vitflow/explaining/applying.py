@@ -105,13 +105,6 @@ def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
     outputs, count = info.outputs, logits.shape[1]
     if outputs.function is None and outputs.count not in (None, count):
         raise ModelError(f"Expected {outputs.count} logits from {info.id}, got {count}: create a new Explainer.")
-    sums_to_1 = bool(logits.min() >= 0 and (logits.double().sum(dim=1) - 1).abs().max() < 1e-3)
-    if outputs.function is None and outputs.activation in ("softmax", "sigmoid") and sums_to_1 and count > 1:
-        raise ModelError(
-            f"Expected logits from {info.id}, got probabilities, which sum to 1; another {outputs.activation} would "
-            "change them. Leave out the softmax of the model, or pass outputs=lambda output: output.log() and "
-            "activation='softmax'."
-        )
     return info.outputs.scores(logits)
 
 

@@ -17,12 +17,14 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.recording.certificate import CLAUSES, Certificate, Refusal
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.trace import Trace
+from vitflow.registry.choices import left_out
 from vitflow.registry.method_table import BASELINES, list_methods
 
 _WIDTH = 100
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
 _LISTED = 3  # modules in a line
 _UNMEASURED = "not measured, as rollout is refused"
+_ABOVE = "As rollout, see above."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,7 @@ class ModelCheck:
         input_size: height and width of the model input.
         refusal: why rollout does not apply; empty if it does.
         clauses: the clauses of the contract.
-        scheme: how the tokens of blocks were followed, "permuted" or "codes"; empty if the model did not run on noise.
         stages: layers with the same tokens.
-        first_patch: (top, left, bottom, right) of the first patch in pixels of the model input, if measured.
-        output_reads: tokens that the output is computed from.
         value_weighting: why values cannot be weighted; empty if they can.
         unchecked: paths of modules whose tokens were not read.
         methods: methods by name, with the reason why they do not apply, or an empty string.
@@ -83,10 +82,7 @@ class ModelCheck:
     input_size: tuple[int, int]
     refusal: str
     clauses: tuple[CheckedClause, ...]
-    scheme: str
     stages: tuple[Stage, ...]
-    first_patch: tuple[float, float, float, float] | None
-    output_reads: str
     value_weighting: str
     unchecked: tuple[str, ...]
     methods: Mapping[str, str]
@@ -120,13 +116,11 @@ class ModelCheck:
             yield f"  {stage}"
         if self.stages:
             yield from _indented(f"value weighting: {self.value_weighting or 'yes'}", 2)
-        yield from _indented(
-            f"methods that apply: {', '.join(name for name, why in self.methods.items() if not why)}", 0
-        )
-        refused = [(why, name) for name, why in self.methods.items() if why]
-        for why in dict.fromkeys(why for why, _ in refused):
-            names = ", ".join(name for each, name in refused if each == why)
-            yield from _indented(f"not {names}: {'as rollout, see above' if why == self.refusal else why}", 0)
+        applying = ", ".join(name for name, why in self.methods.items() if not why)
+        yield from _indented(f"methods that apply: {applying}", 0)
+        refused = {name: _ABOVE if why == self.refusal else why for name, why in self.methods.items() if why}
+        for note in left_out(refused):
+            yield from _indented(note, 0)
 
 
 def check(
@@ -145,7 +139,7 @@ def check(
         VitflowError: the model cannot be loaded, or reads no images.
 
     >>> checked = check("demo")
-    >>> [clause.holds for clause in checked.clauses], checked.output_reads, checked.methods["rollout"]
+    >>> [clause.holds for clause in checked.clauses], checked.clauses[4].measured, checked.methods["rollout"]
     ([True, True, True, True, True], 'class token', '')
     """
     explainer = Explainer.of(model, device=device, data_config=data_config)
@@ -162,10 +156,7 @@ def check(
         input_size=explainer.inputs.spec.size,
         refusal=refusal or methods["rollout"],
         clauses=tuple(_clauses(trace, refusal, reads, measured)),
-        scheme="" if certificate is None else certificate.scheme,
         stages=() if trace is None else tuple(_stages(trace)),
-        first_patch=None if trace is None else _first_patch(trace),
-        output_reads=reads if measured is not False else "",
         value_weighting=unweighted,
         unchecked=() if certificate is None else certificate.unchecked,
         methods=methods,
@@ -234,19 +225,11 @@ def _followed(number: int, certificate: Certificate, trace: Trace) -> CheckedCla
 
 
 def _placed(trace: Trace) -> CheckedClause:
-    patch, first = _first_patch(trace), trace.blocks[0]
-    if patch is None:
-        return CheckedClause(4, None, first, "not measured: cells divide the image evenly")
-    top, left, bottom, right = (f"{side:.4g}" for side in patch)
-    return CheckedClause(4, True, first, f"first patch: rows {top} – {bottom}, columns {left} – {right} of the input")
-
-
-def _first_patch(trace: Trace) -> tuple[float, float, float, float] | None:
-    extent = None if trace.known_layout is None else trace.known_layout.extent
+    extent, first = None if trace.known_layout is None else trace.known_layout.extent, trace.blocks[0]
     if extent is None:
-        return None
-    rows, cols = extent
-    return rows.start, cols.start, rows.start + rows.step, cols.start + cols.step
+        return CheckedClause(4, None, first, "not measured: cells divide the image evenly")
+    rows, cols = (f"{span.start:.4g} – {span.start + span.step:.4g}" for span in extent)
+    return CheckedClause(4, True, first, f"first patch: rows {rows}, columns {cols} of the input")
 
 
 def _reads(trace: Trace) -> tuple[str, bool | None]:

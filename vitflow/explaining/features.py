@@ -165,11 +165,11 @@ def _map_of(trace: Trace, path: str, targets: Tensor) -> Tensor:
     return grid
 
 
-def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
+def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:
     """Positive gradients of each layer's output with respect to its attention, averaged over heads, queries and layers.
 
-    The output of a layer is the model's output with the tokens of that layer in place of the last layer's. The paper
-    replaces a class token by the mean of all tokens.
+    The output of a layer is the model's output with the tokens of that layer in place of the last layer's, and the mean
+    of all tokens in place of a class token.
     """
     paths = block_paths(trace.model)
     blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
@@ -185,18 +185,17 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
         for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
             # Only this layer: the layers above do not affect its output.
             single = Trace(layers=[layer], model=trace.model, watch=trace.watch)
-            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
+            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1])).attentions
             progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
 
 
-def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+def _output_of(trace: TargetedTrace, tokens: Tensor, last: str) -> Tensor:
     """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
     with torch.inference_mode(False), torch.enable_grad():
-        if pooled == "mean":  # in place of each other token that is read more than any patch
-            readout, patches = trace.readout, trace.layout.patches
-            read = readout > readout[:, patches].amax(dim=1, keepdim=True)
-            tokens = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens)
+        # In place of each other token that is read more than any patch.
+        read = trace.readout > trace.readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
+        tokens = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens)
         output = output_from_tokens(trace.model, trace.pixels, last, tokens)
         scores = trace.outputs.required_scores(output, trace.model_info.id)
         return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))

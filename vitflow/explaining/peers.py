@@ -22,14 +22,13 @@ from vitflow.explaining.features import measured_layer
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
-from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options
 from vitflow.models.outputs import Outputs
 from vitflow.recording.experiment import undisturbed
 from vitflow.registry.method_table import Method
 
-# Classes of captum that require another class or text; base classes, and classes that require several inputs.
-_NOT_CAPTUM = ("Neuron", "LLM", "VLLM", "Remote", "NoiseTunnel", "LimeBase", "Interpretable")
+# Classes of captum that require another class, a layer or text; base classes, and those that require several inputs.
+_NOT_CAPTUM = ("Neuron", "LLM", "VLLM", "Remote", "NoiseTunnel", "LimeBase", "Interpretable", "Layer", "GuidedGradCam")
 _NOT_CAPTUM_END = ("Attribution", "FeaturePermutation")
 # Names of the class and of the import of each package, and where its methods are published.
 _PACKAGES = {"captum": ("captum.attr", "captum"), "cam": ("pytorch_grad_cam", "grad-cam")}
@@ -44,13 +43,12 @@ def external_method(name: str) -> Method:
     if wanted not in classes:
         raise OptionError(unknown_name(f"class of {extra}", wanted, classes))
     external = _ExternalMethod(name, classes[wanted])
-    takes_layer = package == "cam" or external.takes("layer")
     return Method(
         name,
         _image_by_image(external.cam if package == "cam" else external.captum),
         summary=f"{wanted} as computed by {extra}.",
         question="Which patches is the score of this class attributed to by this method?",
-        defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
+        defaults={"peer_options": {}, **({"layer": -1} if package == "cam" else {})},
         needs=frozenset({"predict"}),
         class_specific=True,
         refine_stage="none",
@@ -70,8 +68,8 @@ def _image_by_image(function: Callable[..., Maps]) -> Callable[..., Maps]:
             )
             for index in range(len(targets))
         ]
-        drawn = [each.pixels for each in maps if each.pixels is not None]
-        return Maps(torch.cat([each.grids for each in maps]), pixels=torch.cat(drawn) if drawn else None)
+        pixels = torch.cat([each.pixels for each in maps if each.pixels is not None])
+        return Maps(torch.cat([each.grids for each in maps]), pixels=pixels)
 
     return compute
 
@@ -122,16 +120,13 @@ class _ExternalMethod:
         """Return True if the constructor has an argument."""
         return argument in inspect.signature(self.kind).parameters
 
-    def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
-        """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
+    def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any]) -> Maps:
+        """Attributions of pixels, summed over channels and over the pixels of each patch."""
         grid = trace.cells()
-        path, layout = ("", None) if layer is None else measured_layer(trace, layer)
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
             options = {key: _with_tuples(value) for key, value in peer_options.items()}
             made = {key: options.pop(key) for key in list(options) if self.takes(key) and key not in attribute}
-            if path:
-                made["layer"] = trace.model.get_submodule(path)
             for key, value in _features(attribute, pixels, **grid).items():
                 options.setdefault(key, value)
             method = self.kind(model, **made)
@@ -139,25 +134,11 @@ class _ExternalMethod:
                 pixels, **({"target": trace.class_indices} if "target" in attribute else {}), **options
             )
         result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
-        if not isinstance(result, Tensor) or len(result) != len(pixels):
-            raise UnsupportedModelError(f"{self.name} returned no attributions for {type(trace.model).__name__}.")
-        result = result.detach()
-        if result.shape[1:] == pixels.shape[1:]:
-            whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
-            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), mean=whole, **grid)
-        return Maps(self._of_tokens(trace, result, layout))
-
-    def _of_tokens(self, trace: TargetedTrace, result: Tensor, layout: TokenLayout | None) -> Tensor:
-        """Return attributions of the tokens or the feature map of a layer on their grid, summed over channels."""
-        if result.ndim == 4:
-            return result.sum(dim=1)
-        if layout is None or result.ndim != 3 or result.shape[1] != layout.num_tokens:
-            raise UnsupportedModelError(
-                f"{self.name} returned attributions {tuple(result.shape)}, neither of pixels nor of the tokens of "
-                f"{type(trace.model).__name__}. Use another class, or another layer."
-            )
-        grids: Tensor = layout.to_grid(result.sum(dim=2))
-        return grids
+        if not isinstance(result, Tensor) or result.shape != pixels.shape:
+            raise UnsupportedModelError(f"{self.name} returned no attributions of pixels.")
+        whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
+        attributions = result.detach().mean(dim=1) if whole else result.detach().sum(dim=1)
+        return _of_pixels(attributions, mean=whole, **grid)
 
     def cam(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int) -> Maps:
         """Class activation maps, scaled to 0…1 as the package does, with their mean in each patch."""

@@ -245,7 +245,7 @@ register_method(
     title="LeGrad",
     summary="LeGrad: positive gradients of the output of each layer with respect to its attention, averaged.",
     question="Which attention increases the output that the tokens of each layer would give?",
-    defaults={"start_layer": 1, "pooled": "mean"},
+    defaults={"start_layer": 1},
     needs={"heads", "gradients", "tokens", "predict"},
     class_specific=True,
     paper="Bousselham et al., ICCV 2025",

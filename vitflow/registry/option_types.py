@@ -19,7 +19,6 @@ class LayerMapOptions(TypedDict, total=False):
     patch_size: int | None
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
-    pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | None
     random_seed: int | None

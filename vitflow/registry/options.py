@@ -198,13 +198,6 @@ OPTIONS: dict[str, Option] = {
             phrase="drop in {}".format,
         ),
         Option(
-            "pooled",
-            "choice",
-            "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
-            "token.",
-            ("mean", "class_token"),
-        ),
-        Option(
             "peer_options",
             Mapping[str, Any],
             "Options of the other package's class for captum:NAME and cam:NAME, as JSON.",
