@@ -1,5 +1,6 @@
 """Questions about a region of the image: a detection of an object detector, or a class inside a region."""
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,79 @@ _SAME = 0.5  # detections of one class with a larger IoU are of one object
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
-    """Detections as the outputs of a model; see `boxes`."""
+class Selected:
+    """A detection, or a class inside a region, of one image.
+
+    Attributes:
+        index: the class index.
+        place: index of the query; or the weights of a region, [height, width].
+        box: of a detection, [4] in shares of the model input.
+        facts: facts about the map.
+        outline: the region in pixels of the image, bool [height, width].
+    """
+
+    index: int
+    place: Any
+    box: Tensor | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    outline: NDArray[np.bool_] | None = None
+
+
+@dataclass(eq=False)
+class Regions(ABC):
+    """A question about a region of the image, and the outputs that answer it; see `boxes` and `masks`.
+
+    The detection or region that `binding` sets is explained. One object serves all images, so that the head of a model
+    is observed once for a question.
+    """
+
+    _names: list[str] | None = field(default=None, init=False, repr=False)
+    _activation: str | None = field(default=None, init=False, repr=False)
+    _bound: Selected | None = field(default=None, init=False, repr=False)
+
+    def bind(self, binding: Binding) -> Binding:
+        """Bind a model to a copy, whose outputs are complete after a trial run."""
+        bound, names = copy.copy(self), binding.class_names
+        bound._names = None if names is None else list(checked_class_names(names, None))
+        bound._activation, bound._bound = binding.activation, None
+        binding = replace(binding, class_names=None, activation=None)  # `completed` has both
+        outputs = Outputs(bound.scores, activation="softmax")
+        return replace(binding, outputs=outputs, complete=bound.completed, selects=bound)
+
+    @contextmanager
+    def binding(self, selected: Selected) -> Iterator[None]:
+        """Compute the outputs for this detection or region."""
+        self._bound = selected
+        try:
+            yield
+        finally:
+            self._bound = None
+
+    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
+        """Select the detections or regions of one image, from the model's output for it."""
+        selected = []
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
+            count = top_count(target)
+            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
+            selected += self._selected(output, placement, index, count or 1)
+        return selected
+
+    @abstractmethod
+    def completed(self, count: int, model: nn.Module) -> Outputs:
+        """Return the outputs with names and activation for the number of classes that a trial run gave."""
+
+    @abstractmethod
+    def scores(self, output: Any) -> Tensor:
+        """Compute the scores [batch, classes]."""
+
+    @abstractmethod
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
+        """Select for one class, or for the `count` most probable ones."""
+
+
+@dataclass(eq=False)
+class Boxes(Regions):
+    """The class logits of a detection."""
 
     box: Box | None = None
     prompts: Prompts | None = None
@@ -47,26 +119,188 @@ class Boxes:
             binding = replace(binding, model=model, data_config=config, name=name)
             named = list(self.prompts.texts)
             binding = replace(binding, class_names=named, activation=binding.activation or "sigmoid")
-        return _bind_regions(binding, Detections, self)
+        return super().bind(binding)
+
+    def completed(self, count: int, model: nn.Module) -> Outputs:
+        """Return the outputs, of which the last is "no object" with a softmax."""
+        description: dict[str, Any] = {"boxes": self.box}
+        if self.prompts is not None:
+            description |= {"prompts": list(self.prompts.texts), "templates": list(self.prompts.templates)}
+        names, labels = output_names(model, self._names, count), self._names or config_labels(model)
+        self._activation = self._activation or ("sigmoid" if len(labels) == count else "softmax")
+        if self._activation == "softmax" and names is None:
+            names = (*(f"class {index}" for index in range(count - 1)), NO_OBJECT)
+        followed = Outputs(self._followed, activation="sigmoid")
+        return Outputs(self.scores, names, count, self._activation, description=description, perturbed_outputs=followed)
+
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
+        logits, places = (each[0].detach().cpu() for each in detections_of(output))
+        scores = self._objects(activate(logits, self._activation or "softmax"))
+        return _matching(scores, places.double(), self.box, placement, index, count)
+
+    def _objects(self, probabilities: Tensor) -> Tensor:
+        """Return the probabilities of the objects, without "no object"."""
+        return probabilities[..., :-1] if self._activation != "sigmoid" else probabilities
+
+    def scores(self, output: Any) -> Tensor:
+        """Class logits of the bound detection, or of each image's most probable one."""
+        logits, _ = detections_of(output)
+        if self._bound is not None:
+            return logits[:, self._bound.place]
+        most = self._objects(activate(logits, self._activation or "softmax")).amax(dim=-1).argmax(dim=1)
+        return logits[torch.arange(len(logits)), most.to(logits.device)]
+
+    def _followed(self, output: Any) -> Tensor:
+        """Log-odds [batch, classes] of the largest product of IoU and probability over the queries."""
+        logits, places = detections_of(output)
+        products = activate(logits, self._activation or "softmax")
+        if self._bound is not None and self._bound.box is not None:
+            products = iou(places.detach().cpu().double(), self._bound.box).unsqueeze(-1) * products
+        return products.amax(dim=1).logit(eps=1e-9)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Masks:
-    """A class inside a region as the outputs of a model; see `masks`."""
+def _matching(
+    scores: Tensor, places: Tensor, box: Box | None, placement: Placement, index: int | None, count: int
+) -> list[Selected]:
+    """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
+    if index is not None and index >= scores.shape[1]:
+        raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
+    ranked = scores if index is None else scores[:, [index]]
+    overlaps = torch.ones(len(scores)).double()
+    if box is not None:
+        overlaps = iou(places, _input_shares(box, placement))
+        if not overlaps.any():
+            raise OutsideImageError(
+                f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
+            )
+    best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
+    selected: list[Selected] = []
+    for query in best.argsort(descending=True, stable=True).tolist():
+        kind = int(classes[query]) if index is None else index
+        if any(one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None):
+            continue  # the same object
+        left, top, right, bottom = places[query].tolist()
+        height, width = placement.input_size
+        edges = placement.box_on_image((top * height, bottom * height), (left * width, right * width))
+        detection: dict[str, Any] = {
+            "box": [round(edge, 1) for edge in edges],
+            "probability": round(float(scores[query, kind]), 4),
+            "query": query,
+        }
+        if box is not None:
+            detection |= {"requested": list(box), "iou": round(float(overlaps[query]), 3)}
+        selected.append(Selected(kind, query, places[query], {"detection": detection}))
+        if len(selected) == count:
+            break
+    return selected
+
+
+@dataclass(eq=False)
+class Masks(Regions):
+    """The mean logits of the classes over a region."""
 
     region: Any = None
 
-    def bind(self, binding: Binding) -> Binding:
-        """Bind a segmentation model."""
-        return _bind_regions(binding, Segments, self)
+    def completed(self, count: int, model: nn.Module) -> Outputs:
+        """Return the outputs; a mask is described by its hash."""
+        region = self.region
+        described = hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region
+        names, activation = output_names(model, self._names, count), self._activation or "softmax"
+        return Outputs(self.scores, names, count, activation, description={"masks": described})
+
+    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
+        if count > 1:
+            raise OptionError(f"Expected a class name or index with masks, got 'top{count}'.")
+        return [self._region(dense_logits_of(output)[0].detach().cpu().double(), placement, index)]
+
+    def scores(self, output: Any) -> Tensor:
+        """Mean logits over the bound region, or over the whole image."""
+        logits = dense_logits_of(output)
+        if self._bound is None:
+            return logits.mean(dim=(2, 3))
+        return torch.einsum("bchw,hw->bc", logits, self._bound.place.to(logits))
+
+    def _region(self, logits: Tensor, placement: Placement, index: int | None) -> Selected:
+        """Select a region, or by default the pixels for which the model predicts the class."""
+        size = (int(logits.shape[1]), int(logits.shape[2]))
+        if self.region is None:
+            predicted = logits.argmax(dim=0)
+            index = int(predicted.flatten().mode().values) if index is None else index
+            weights, words = (predicted == index).double(), "where the model predicts the class"
+            if not weights.any():
+                raise OutsideImageError("The model predicts this class nowhere: pass a region, or another class.")
+            outline = upsample(weights.numpy().astype(np.float32), placement, interpolation="nearest") > 0.5
+        else:
+            outline, words = _outline(self.region, placement)
+            weights = _weights(outline, placement, size)
+            if not weights.any():
+                raise OutsideImageError(
+                    f"The region has no pixel inside the region that the model saw, {placement.seen_box}: choose a "
+                    "region inside, or fit='squash' or 'pad'."
+                )
+        weights = weights / weights.sum()
+        means = torch.einsum("chw,hw->c", logits, weights)
+        index = int(means.argmax()) if index is None else index
+        facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
+        return Selected(index, weights, None, facts, outline)
 
 
-def _bind_regions(binding: Binding, kind: "type[Detections | Segments]", question: "Boxes | Masks") -> Binding:
-    names = None if binding.class_names is None else list(checked_class_names(binding.class_names, None))
-    regions = kind(question, names, binding.activation)
-    outputs = Outputs(regions.scores, activation="softmax")
-    binding = replace(binding, class_names=None, activation=None)  # `completed` has both
-    return replace(binding, outputs=outputs, complete=regions.completed, selects=regions)
+def iou(boxes: Tensor, box: Tensor) -> Tensor:
+    """Compute the intersection over union of boxes [..., 4] with one box [4].
+
+    >>> iou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([1.0, 0.0, 3.0, 2.0]))
+    tensor([0.3333])
+    """
+    low, high = torch.maximum(boxes[..., :2], box[:2]), torch.minimum(boxes[..., 2:], box[2:])
+    common = (high - low).clamp_min(0.0).prod(dim=-1)
+    sizes = (boxes[..., 2:] - boxes[..., :2]).clamp_min(0.0).prod(dim=-1) + (box[2:] - box[:2]).clamp_min(0.0).prod()
+    return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
+
+
+def _input_shares(box: Box, placement: Placement) -> Tensor:
+    """Return a box of the image in shares of the model input, [4]."""
+    left, top, right, bottom = box
+    (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)
+    height, width = placement.input_size
+    return torch.tensor([x0 / width, y0 / height, x1 / width, y1 / height], dtype=torch.float64)
+
+
+def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]:
+    """Return a region of the image as a mask, and its kind in words."""
+    height, width = placement.image_size
+    if isinstance(region, np.ndarray):
+        if region.shape != (height, width):
+            raise ShapeError(f"Expected a mask [{height}, {width}] as the image, got {list(region.shape)}.")
+        return region, "the given mask"
+    mask = np.zeros((height, width), np.bool_)
+    if len(region) == 2:
+        x, y = (int(np.floor(each)) for each in region)
+        if not (0 <= x < width and 0 <= y < height):
+            raise OutsideImageError(f"The point {region} is outside the image of {width} × {height} pixels.")
+        mask[y, x] = True
+        return mask, "the given point"
+    left, top, right, bottom = (max(0, round(edge)) for edge in box_inside(region, placement))
+    mask[top:bottom, left:right] = True
+    if not mask.any():
+        raise OutsideImageError(f"The box {region} is outside the image of {width} × {height} pixels.")
+    return mask, "the given box"
+
+
+def _weights(outline: NDArray[np.bool_], placement: Placement, size: tuple[int, int]) -> Tensor:
+    """Return the share of a region in each cell of the model's output, float64 [height, width]."""
+    fine = [max(n, side) for n, side in zip(size, placement.input_size, strict=True)]
+    (rows, cols) = ((np.arange(n) + 0.5) * side / n for n, side in zip(fine, placement.input_size, strict=True))
+    y, x = placement.to_image(rows, cols)
+    inside = np.outer((y >= 0) & (y < outline.shape[0]), (x >= 0) & (x < outline.shape[1]))
+    places = np.ix_(*(np.floor(each).astype(int).clip(0, n - 1) for each, n in zip((y, x), outline.shape, strict=True)))
+    shares = adaptive_avg_pool2d(torch.from_numpy((outline[places] & inside)[None].astype(np.float64)), size)[0]
+    if not shares.any() and outline.sum() == 1:  # a point between the pixels of a larger image
+        [[row, col]] = np.argwhere(outline)
+        at = placement.to_input(row + 0.5, col + 0.5)
+        cells = [int(each * n // side) for each, n, side in zip(at, size, placement.input_size, strict=True)]
+        if all(0 <= cell < n for cell, n in zip(cells, size, strict=True)):
+            shares[cells[0], cells[1]] = 1.0
+    return shares
 
 
 def boxes(box: Sequence[float] | None = None, *, prompts: Sequence[str] | Prompts | None = None) -> Boxes:
@@ -128,241 +362,3 @@ def masks(region: Any = None) -> Masks:
 def about_region(model: nn.Module, region: Any = None, prompts: Prompts | None = None) -> Boxes | Masks:
     """Return `Masks` for a segmentation model, otherwise `Boxes`."""
     return masks(region) if is_segmenting(model) else boxes(region, prompts=prompts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Selected:
-    """A detection, or a class inside a region, of one image.
-
-    Attributes:
-        index: the class index.
-        place: index of the query; or the weights of a region, [height, width].
-        box: of a detection, [4] in shares of the model input.
-        facts: facts about the map.
-        outline: the region in pixels of the image, bool [height, width].
-    """
-
-    index: int
-    place: Any
-    box: Tensor | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    outline: NDArray[np.bool_] | None = None
-
-
-class Regions(ABC):
-    """Outputs for a detection or region; the current one is set by `binding` while an image is explained.
-
-    One object serves all images, so that the head of a model is observed once for a question.
-    """
-
-    def __init__(self, question: Any, names: list[str] | None, activation: str | None) -> None:
-        self.question, self._names, self._activation = question, names, activation
-        self.bound: Selected | None = None
-
-    @contextmanager
-    def binding(self, selected: Selected) -> Iterator[None]:
-        """Compute the outputs for this detection or region."""
-        self.bound = selected
-        try:
-            yield
-        finally:
-            self.bound = None
-
-    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
-        """Select the detections or regions of one image, from the model's output for it."""
-        selected = []
-        for target in targets if isinstance(targets, list | tuple) else [targets]:
-            count = top_count(target)
-            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
-            selected += self._selected(output, placement, index, count or 1)
-        return selected
-
-    @abstractmethod
-    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
-        """Select for one class, or for the `count` most probable ones."""
-
-
-class Detections(Regions):
-    """The class logits of a detection."""
-
-    question: Boxes
-
-    def completed(self, count: int, model: nn.Module) -> Outputs:
-        """Return the outputs with the names and the activation for the number of classes that a trial run gave."""
-        prompts, description = self.question.prompts, dict[str, Any](boxes=self.question.box)
-        if prompts is not None:
-            description |= {"prompts": list(prompts.texts), "templates": list(prompts.templates)}
-        names, labels = output_names(model, self._names, count), self._names or config_labels(model)
-        self._activation = self._activation or ("sigmoid" if len(labels) == count else "softmax")
-        if self._activation == "softmax" and names is None:
-            names = (*(f"class {index}" for index in range(count - 1)), NO_OBJECT)
-        followed = Outputs(self._followed, activation="sigmoid")
-        return Outputs(self.scores, names, count, self._activation, description=description, perturbed_outputs=followed)
-
-    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
-        logits, places = (each[0].detach().cpu() for each in detections_of(output))
-        scores = self._objects(activate(logits, self._activation or "softmax"))
-        return _matching(scores, places.double(), self.question.box, placement, index, count)
-
-    def _objects(self, probabilities: Tensor) -> Tensor:
-        """Return the probabilities of the objects, without "no object"."""
-        return probabilities[..., :-1] if self._activation != "sigmoid" else probabilities
-
-    def scores(self, output: Any) -> Tensor:
-        """Class logits [batch, classes] of the bound detection, or of each image's most probable one."""
-        logits, _ = detections_of(output)
-        if self.bound is not None:
-            return logits[:, self.bound.place]
-        most = self._objects(activate(logits, self._activation or "softmax")).amax(dim=-1).argmax(dim=1)
-        return logits[torch.arange(len(logits)), most.to(logits.device)]
-
-    def _followed(self, output: Any) -> Tensor:
-        """Log-odds [batch, classes] of the largest product of IoU and probability over the queries."""
-        logits, places = detections_of(output)
-        products = activate(logits, self._activation or "softmax")
-        if self.bound is not None and self.bound.box is not None:
-            products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * products
-        return products.amax(dim=1).logit(eps=1e-9)
-
-
-class Segments(Regions):
-    """The mean logits of the classes over a region."""
-
-    question: Masks
-
-    def completed(self, count: int, model: nn.Module) -> Outputs:
-        """Return the outputs with the names for the number of classes that a trial run gave."""
-        region = self.question.region
-        described = hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region
-        names, activation = output_names(model, self._names, count), self._activation or "softmax"
-        return Outputs(self.scores, names, count, activation, description={"masks": described})
-
-    def _selected(self, output: Any, placement: Placement, index: int | None, count: int) -> list[Selected]:
-        if count > 1:
-            raise OptionError(f"Expected a class name or index with masks, got 'top{count}'.")
-        return [self._region(dense_logits_of(output)[0].detach().cpu().double(), placement, index)]
-
-    def scores(self, output: Any) -> Tensor:
-        """Mean logits [batch, classes] over the bound region, or over the whole image."""
-        logits = dense_logits_of(output)
-        if self.bound is None:
-            return logits.mean(dim=(2, 3))
-        return torch.einsum("bchw,hw->bc", logits, self.bound.place.to(logits))
-
-    def _region(self, logits: Tensor, placement: Placement, index: int | None) -> Selected:
-        """Select a region, or by default the pixels for which the model predicts the class."""
-        size = (int(logits.shape[1]), int(logits.shape[2]))
-        if self.question.region is None:
-            predicted = logits.argmax(dim=0)
-            index = int(predicted.flatten().mode().values) if index is None else index
-            weights, words = (predicted == index).double(), "where the model predicts the class"
-            if not weights.any():
-                raise OutsideImageError("The model predicts this class nowhere: pass a region, or another class.")
-            outline = upsample(weights.numpy().astype(np.float32), placement, interpolation="nearest") > 0.5
-        else:
-            outline, words = _outline(self.question.region, placement)
-            weights = _weights(outline, placement, size)
-            if not weights.any():
-                raise OutsideImageError(
-                    f"The region has no pixel inside the region that the model saw, {placement.seen_box}: choose a "
-                    "region inside, or fit='squash' or 'pad'."
-                )
-        weights = weights / weights.sum()
-        means = torch.einsum("chw,hw->c", logits, weights)
-        index = int(means.argmax()) if index is None else index
-        facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
-        return Selected(index, weights, None, facts, outline)
-
-
-def _matching(
-    scores: Tensor, places: Tensor, box: Box | None, placement: Placement, index: int | None, count: int
-) -> list[Selected]:
-    """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
-    if index is not None and index >= scores.shape[1]:
-        raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
-    ranked = scores if index is None else scores[:, [index]]
-    overlaps = torch.ones(len(scores)).double()
-    if box is not None:
-        overlaps = iou(places, _input_shares(box, placement))
-        if not overlaps.any():
-            raise OutsideImageError(
-                f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
-            )
-    best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
-    selected: list[Selected] = []
-    for query in best.argsort(descending=True, stable=True).tolist():
-        kind = int(classes[query]) if index is None else index
-        if any(one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None):
-            continue  # the same object
-        left, top, right, bottom = places[query].tolist()
-        height, width = placement.input_size
-        edges = placement.box_on_image((top * height, bottom * height), (left * width, right * width))
-        detection: dict[str, Any] = {
-            "box": [round(edge, 1) for edge in edges],
-            "probability": round(float(scores[query, kind]), 4),
-            "query": query,
-        }
-        if box is not None:
-            detection |= {"requested": list(box), "iou": round(float(overlaps[query]), 3)}
-        selected.append(Selected(kind, query, places[query], {"detection": detection}))
-        if len(selected) == count:
-            break
-    return selected
-
-
-def iou(boxes: Tensor, box: Tensor) -> Tensor:
-    """Compute the intersection over union of boxes [..., 4] with one box [4].
-
-    >>> iou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([1.0, 0.0, 3.0, 2.0]))
-    tensor([0.3333])
-    """
-    low, high = torch.maximum(boxes[..., :2], box[:2]), torch.minimum(boxes[..., 2:], box[2:])
-    common = (high - low).clamp_min(0.0).prod(dim=-1)
-    sizes = (boxes[..., 2:] - boxes[..., :2]).clamp_min(0.0).prod(dim=-1) + (box[2:] - box[:2]).clamp_min(0.0).prod()
-    return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
-
-
-def _input_shares(box: Box, placement: Placement) -> Tensor:
-    """Return a box of the image in shares of the model input, [4]."""
-    left, top, right, bottom = box
-    (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)
-    height, width = placement.input_size
-    return torch.tensor([x0 / width, y0 / height, x1 / width, y1 / height], dtype=torch.float64)
-
-
-def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]:
-    """Return a region of the image as a mask, and its kind in words."""
-    height, width = placement.image_size
-    if isinstance(region, np.ndarray):
-        if region.shape != (height, width):
-            raise ShapeError(f"Expected a mask [{height}, {width}] as the image, got {list(region.shape)}.")
-        return region, "the given mask"
-    mask = np.zeros((height, width), np.bool_)
-    if len(region) == 2:
-        x, y = (int(np.floor(each)) for each in region)
-        if not (0 <= x < width and 0 <= y < height):
-            raise OutsideImageError(f"The point {region} is outside the image of {width} × {height} pixels.")
-        mask[y, x] = True
-        return mask, "the given point"
-    left, top, right, bottom = (max(0, round(edge)) for edge in box_inside(region, placement))
-    mask[top:bottom, left:right] = True
-    if not mask.any():
-        raise OutsideImageError(f"The box {region} is outside the image of {width} × {height} pixels.")
-    return mask, "the given box"
-
-
-def _weights(outline: NDArray[np.bool_], placement: Placement, size: tuple[int, int]) -> Tensor:
-    """Return the share of a region in each cell of the model's output, float64 [height, width]."""
-    fine = [max(n, side) for n, side in zip(size, placement.input_size, strict=True)]
-    (rows, cols) = ((np.arange(n) + 0.5) * side / n for n, side in zip(fine, placement.input_size, strict=True))
-    y, x = placement.to_image(rows, cols)
-    inside = np.outer((y >= 0) & (y < outline.shape[0]), (x >= 0) & (x < outline.shape[1]))
-    places = np.ix_(*(np.floor(each).astype(int).clip(0, n - 1) for each, n in zip((y, x), outline.shape, strict=True)))
-    shares = adaptive_avg_pool2d(torch.from_numpy((outline[places] & inside)[None].astype(np.float64)), size)[0]
-    if not shares.any() and outline.sum() == 1:  # a point between the pixels of a larger image
-        [[row, col]] = np.argwhere(outline)
-        at = placement.to_input(row + 0.5, col + 0.5)
-        cells = [int(each * n // side) for each, n, side in zip(at, size, placement.input_size, strict=True)]
-        if all(0 <= cell < n for cell, n in zip(cells, size, strict=True)):
-            shares[cells[0], cells[1]] = 1.0
-    return shares
