@@ -1,4 +1,4 @@
-"""Serve the page, and record every host that this process connects to: python -m tests.app.served TIME_LIMIT MODEL…"""
+"""Serve the page, and record every host that this process connects to: python -m tests.app.served MODEL…"""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def serving(folder: Path, *models: str, time_limit: float = 120.0) -> Iterator[SimpleNamespace]:
+def serving(folder: Path, *models: str) -> Iterator[SimpleNamespace]:
     """The page as a process of its own serves it: its address, its folder, whom it spoke to, and its console."""
     heard, console = folder / "heard.txt", folder / "console.txt"
     settings = {"GRADIO_TEMP_DIR": str(folder), "HEARD": str(heard), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.app.served", str(time_limit), *models]
+    command = [sys.executable, "-m", "tests.app.served", *models]
     with (
         console.open("w") as errors,
         subprocess.Popen(
@@ -41,10 +41,10 @@ if __name__ == "__main__":
     sys.addaudithook(_hear)
     from vitflow.app import serve
 
-    limit, *models = sys.argv[1:]
+    models = sys.argv[1:]
     models, samples = (
         (models[: models.index("--")], models[models.index("--") + 1 :]) if "--" in models else (models, [])
     )
-    page = serve(models, samples=samples, time_limit=float(limit), allowed_hosts=["photos.example"])
+    page = serve(models, samples=samples, allowed_hosts=["photos.example"])
     print(page.local_url, flush=True)
     page.block_thread()

@@ -318,7 +318,6 @@ def test_what_cannot_be_served_is_reported(page):
     for models, given, words in (
         (["demo"], {"port": page.server_port}, "free port"),
         ([], {}, "at least one model"),
-        (["demo"], {"time_limit": 0}, "above 0 seconds"),
         (["demo"], {"allowed_hosts": ["a*b"]}, "allowed host"),
     ):
         with pytest.raises(OptionError, match=words):
@@ -347,11 +346,11 @@ def test_the_command_serves_the_given_options(monkeypatch):
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
     monkeypatch.setattr(setup, "serve", instead)
-    line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
+    line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000"]
     line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--prompt", "a dog"]
     done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
-    expected = {"samples": (SAMPLE,), "models": ("demo",), "host": "127.0.0.1", "port": 8000, "time_limit": 5}
+    expected = {"samples": (SAMPLE,), "models": ("demo",), "host": "127.0.0.1", "port": 8000}
     expected |= {"checkpoint": SAMPLE, "class_names": SAMPLE, "allowed_hosts": ("a",), "prompts": ("a dog",)}
     assert reported == expected
 

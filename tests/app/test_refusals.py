@@ -1,25 +1,22 @@
 """Refusals of the app: files that nobody uploaded, foreign names and pages, and requests that block other visitors."""
 
 import json
-import time
 
 import httpx
 import pytest
 
 from tests.app.served import serving
 from vitflow.demo import sample_images
-from vitflow.errors import VitflowError
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
 SAMPLE = sample_images()[0]
 META = {"_type": "gradio.FileData"}
-LIMIT = 5.0  # seconds that a question may take
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The page in a process of its own."""
-    with serving(tmp_path_factory.mktemp("gradio"), "demo", time_limit=LIMIT) as served:
+    with serving(tmp_path_factory.mktemp("gradio"), "demo") as served:
         yield served
 
 
@@ -191,14 +188,13 @@ def events(web, session: str):
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
+def test_the_queue_says_who_waits(web, uploaded):
     [explain] = [one["id"] for one in web.get("/config").json()["dependencies"] if one["api_name"] == "explain"]
 
     def join(session: str, **given: object) -> None:
         body = {"data": image_fields(uploaded, **given), "fn_index": explain, "session_hash": session}
         assert web.post("/gradio_api/queue/join", json=body).status_code == 200
 
-    started = time.monotonic()
     join("slow", method="occlusion")
     join("next")
     reported = []
@@ -209,27 +205,4 @@ def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
         if one["msg"] == "process_completed":
             assert one["success"] and "-gae.npz" in json.dumps(one["output"])
             break
-    assert "estimation" in reported and time.monotonic() - started < 6 * LIMIT
-
-
-def test_time_counts_from_the_first_step(monkeypatch):
-    from vitflow.app import models
-    from vitflow.progress import tracking
-
-    clock = [0.0]
-    monkeypatch.setattr(models.time, "monotonic", lambda: clock[0])
-
-    def run(steps: int, each: float) -> float:
-        clock[0] = 0.0
-        with models._limited(10.0):
-            clock[0] += 1000  # a model is loaded
-            with tracking("work", steps) as progress:
-                for _ in range(steps):
-                    clock[0] += each
-                    progress(1)
-        return clock[0] - 1000
-
-    assert run(90, 0.1) == pytest.approx(9)
-    with pytest.raises(VitflowError, match="limit of 10 s"):
-        run(150, 0.1)
-    assert clock[0] - 1000 <= 10.2
+    assert "estimation" in reported

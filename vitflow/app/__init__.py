@@ -16,7 +16,6 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     allowed_hosts: Sequence[str] = (),
-    time_limit: float = 30.0,
     **loading: Any,
 ) -> Any:
     """Serve a page that explains images with the given models only.
@@ -33,7 +32,6 @@ def serve(
         port: by default the first free port from 7860.
         allowed_hosts: further host names, such as that of a proxy; "*.example.org" includes all subdomains, "*" any
             host. With "0.0.0.0" those of this machine are allowed.
-        time_limit: maximum duration of a request in seconds.
         loading: arguments of `load_model` for the first of `models`, such as checkpoint and class_names.
 
     Returns:
@@ -45,13 +43,10 @@ def serve(
     """
     if not models:
         raise OptionError("Expected at least one model, got none.")
-    if not time_limit > 0:
-        raise OptionError(f"Expected a time limit above 0 seconds, got {time_limit}.")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
     load_extra("gradio", "The app", "app")
     from vitflow.app.models import Models
     from vitflow.app.page import launch
 
     loading = {name: value for name, value in loading.items() if value is not None}
-    offered = Models(models, time_limit, loading)
-    return launch(offered, samples, prompts, host=host, port=port, allowed_hosts=allowed_hosts)
+    return launch(Models(models, loading), samples, prompts, host=host, port=port, allowed_hosts=allowed_hosts)

@@ -1,10 +1,8 @@
 """The models of a page, each loaded once, and the actions of its fields: one request at a time."""
 
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, wraps
 from html import escape
 from pathlib import Path
@@ -16,7 +14,7 @@ from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.errors import OptionError, VitflowError, VitflowWarning, printable
+from vitflow.errors import VitflowError, VitflowWarning, printable
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
@@ -28,7 +26,6 @@ from vitflow.models.loading import load_model
 from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
-from vitflow.progress import Update, shown_by
 
 #: Bundled models, which know drawn shapes only.
 BUNDLED = ("demo", "demo-text")
@@ -41,16 +38,13 @@ _SHOW = """() => {
 
 
 class Models:
-    """Models of a page by name, each loaded once.
+    """Models of a page by name, each loaded once; `loading` are arguments of `load_model` for the first one."""
 
-    A request takes at most `time_limit` seconds; `loading` are arguments of `load_model` for the first image model.
-    """
-
-    def __init__(self, images: Sequence[str], time_limit: float, loading: dict[str, Any]) -> None:
+    def __init__(self, images: Sequence[str], loading: dict[str, Any]) -> None:
         for name in images:  # models are loaded at their first use, by which nobody sees a misspelt name
             if name != "demo" and not (":" in name or is_there(name) or is_of_transformers(name)):
                 check_timm_name(name)
-        self.images, self.time_limit, self._loading = list(images), time_limit, loading
+        self.images, self._loading = list(images), loading
         self._image_model = cache(self._load)
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
 
@@ -102,8 +96,7 @@ class Models:
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("always", VitflowWarning)
                 try:
-                    with _limited(self.time_limit):
-                        *shown, notes = function(*given)
+                    *shown, notes = function(*given)
                 except VitflowError as error:
                     kept = (gr.skip() for _ in outputs[cleared + 1 :])
                     return *(None,) * cleared, *kept, _messages("error", [error])
@@ -114,39 +107,11 @@ class Models:
         trigger(answer, list(inputs), list(outputs), **turn, **named).then(None, None, None, js=_SHOW)
 
 
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Stop the body after a number of seconds, counted from its first tracked step: loading a model is not counted."""
-    start: list[float] = []
-
-    @contextmanager
-    def display(_label: str, _total: int) -> Iterator[Update]:
-        start.append(time.monotonic())
-
-        def update(_steps: int) -> None:
-            if time.monotonic() - start[0] > seconds:
-                raise VitflowError(
-                    f"This takes longer than the limit of {seconds:g} s on this page: choose another Method or a "
-                    "smaller Model, or use the command line."
-                )
-
-        yield update
-
-    with shown_by(display):
-        yield
-
-
 def _messages(kind: str, lines: Iterable[object]) -> str:
     """Return messages as HTML, each with a button that closes it."""
     close = '<button aria-label="Close" onclick="this.parentElement.remove()">×</button>'
     words = dict.fromkeys(f"{kind}: {escape(printable(str(line), lines=True))}" for line in lines)
     return "".join(f'<p class="{kind}" role="status">{close}{line}</p>' for line in words)
-
-
-def model_field(names: Sequence[str]) -> Any:
-    """Build the field of models by name, of which the bundled ones know drawn shapes only."""
-    labels = [f"{name} (knows drawn shapes only)" if name in BUNDLED else name for name in names]
-    return gr.Dropdown([*zip(labels, names, strict=True)], label="Model")
 
 
 def image_field(samples: Sequence[str | Path], *, first: bool = False) -> tuple[Any, Any]:
@@ -156,13 +121,6 @@ def image_field(samples: Sequence[str | Path], *, first: bool = False) -> tuple[
     image = gr.Image(start, label="Image", type="filepath", image_mode=None, **shown)
     image.preprocess = lambda payload: payload and payload.path  # read as on the command line, with its errors
     return image, gr.Examples([[str(one)] for one in samples], [image], label="Samples")
-
-
-def path_of(path: str | None) -> Path:
-    """Return the path of an uploaded image."""
-    if path is None:
-        raise OptionError("Expected a photograph, got none: drop one, or take one of the samples.")
-    return Path(path)
 
 
 def result_fields(hint: str) -> list[Any]:

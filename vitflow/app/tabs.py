@@ -9,7 +9,7 @@ import gradio as gr
 import torch
 
 from vitflow.analysis.strips import Strip
-from vitflow.app.models import BUNDLED, Models, drawn, image_field, model_field, path_of, result_fields
+from vitflow.app.models import BUNDLED, Models, drawn, image_field, result_fields
 from vitflow.demo import PHOTOGRAPH, sample_images
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import NOT_SPECIFIC, class_lines, python_call
@@ -54,7 +54,9 @@ class _Answers:
     def _map(
         self, image: str | None, model: str, method: str, target: str, prompts: str, box: str, **more: Any
     ) -> tuple[Any, ...]:
-        path = path_of(image)
+        if image is None:
+            raise OptionError("Expected a photograph, got none: drop one, or take one of the samples.")
+        path = Path(image)
         lines = tuple(filter(None, map(str.strip, prompts.splitlines())))
         if len(lines) > _MOST_PROMPTS:
             raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(lines)}.")
@@ -122,7 +124,8 @@ def image_fields(models: Models, samples: Sequence[str | Path], prompts: Sequenc
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             image, examples = image_field(samples or bundled, first=bool(samples))
-            model = model_field(models.images)
+            labels = [f"{name} (knows drawn shapes only)" if name in BUNDLED else name for name in models.images]
+            model = gr.Dropdown([*zip(labels, models.images, strict=True)], label="Model")
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
             about: dict[str, Any] = {"label": "Class", "info": "Name or index; empty: the most probable."}

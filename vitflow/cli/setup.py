@@ -24,7 +24,6 @@ from vitflow.text.method_table import list_methods
 
 # Timeout of the hub, in seconds.
 _PATIENCE = 2.0
-_SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="List the methods, or describe one.", panel="Setup")
@@ -222,7 +221,6 @@ def check(**given: Any) -> None:
     multiple=True,
 )
 @shared.option("Server", "--port", click.IntRange(1, 65535), "Port.  [default: the first free from 7860]", metavar="N")
-@shared.option("Server", "--time-limit", _SECONDS, "Maximum time for one request.", default=30.0, metavar="SECONDS")
 @shared.option("Server", "--open/--no-open browser", None, "Open the page in a browser.", default=True)
 def app(images: tuple[Path, ...], **given: Any) -> None:
     """Open the web app: upload a photograph, click a class or a patch.
