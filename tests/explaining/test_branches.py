@@ -136,7 +136,7 @@ def test_a_model_that_fails_on_the_kept_number_of_patches_has_them_blanked():
     model = vit(1)
     model.blocks[2] = Custom(reshaping, block=model.blocks[2])
     actual = explained(model, "sampling", masks=8)[0]
-    assert "fails on 30 of its patches" in actual.facts["hidden"]
+    assert "fails on 30% of its patches" in actual.facts["hidden"]
     assert explained(vit(1), "sampling", masks=8)[0].facts["hidden"] == "tokens dropped"
 
 

@@ -22,65 +22,13 @@ from vitflow.explaining.targets import Contrast, ImageTargets, Targets, contrast
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen
-from vitflow.images.typesetting import decimal
-from vitflow.methods.similarity import Values, spearman
+from vitflow.methods.similarity import spearman
 from vitflow.registry.choices import DEFAULT_METHODS, MethodChoice, check_methods
 from vitflow.registry.method_table import get_method
 from vitflow.registry.option_types import MethodOptions
 
 # Number of images that a notebook shows.
 _SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Pairwise agreement of methods on the same images.
-
-    Attributes:
-        labels: the methods.
-        spearman: Spearman correlation of the patches, [methods][methods], mean over maps; None if a map is constant or
-            the patch grids differ.
-        maps: number of maps of each method: images times classes.
-    """
-
-    labels: tuple[str, ...]
-    spearman: tuple[tuple[float | None, ...], ...]
-    maps: int
-
-    def __str__(self) -> str:
-        """Format as a table for the terminal."""
-        width = max(len(label) for label in self.labels)
-        maps = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each"
-        lines = [f"Agreement of the methods: Spearman correlation of the patches ({maps})"]
-        lines.append(" " * (width + 4) + "".join(f"{number:>7}" for number in range(1, len(self.labels) + 1)))
-        for row, label in enumerate(self.labels):
-            cells = [*(decimal(value, 2) for value in self.spearman[row][:row]), "·"]
-            lines.append(f"{row + 1:>2}  {label:{width}}{''.join(f'{cell:>7}' for cell in cells)}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the pairs for JSON."""
-        pairs = [
-            {"methods": [self.labels[i], self.labels[j]], "spearman": self.spearman[i][j]}
-            for i, j in combinations(range(len(self.labels)), 2)
-        ]
-        return {"maps": self.maps, "pairs": pairs}
-
-
-def measure_agreement(labels: Sequence[str], maps: Sequence[Sequence[Values]]) -> Agreement:
-    """Measure the pairwise agreement of methods on `maps`: for each image and class the grid of each method.
-
-    >>> a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[4.0, 3.0], [2.0, 1.0]])
-    >>> measure_agreement(["a", "b"], [[a, b]]).spearman
-    ((1.0, -1.0), (-1.0, 1.0))
-    """
-    count = len(labels)
-    rho: list[list[float | None]] = [[1.0] * count for _ in labels]
-    for i, j in combinations(range(count), 2):
-        values = [spearman(row[i], row[j]) for row in maps if row[i].shape == row[j].shape]
-        defined = [value for value in values if value is not None]
-        rho[i][j] = rho[j][i] = float(np.mean(defined)) if defined else None
-    return Agreement(tuple(labels), tuple(map(tuple, rho)), len(maps))
 
 
 def compare(
@@ -180,17 +128,25 @@ class Comparison(FigureResult):
         """Label of each column: the method, as published or by vitflow's defaults, with options that differ."""
         return tuple(method_label(maps[0].method, maps[0].options) for maps in columns_of(self.images[0]))
 
-    def agreement(self) -> Agreement:
-        """Measure the agreement of each pair of methods: Spearman correlation of the patches.
+    def agreement(self) -> dict[str, Any]:
+        """Return the Spearman correlation of each pair of methods, as rows of a matrix, and what they are.
 
-        Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
-        `vitflow.methods.similarity.spearman` for ties and constant maps.
+        It is that of the patches, mean over images and classes, or None if a map is constant or the patch grids differ.
+        Class-specific maps are compared for the same class; other maps with the map of each class.
         """
-        rows = []
-        for image in self.images:
-            columns = columns_of(image)
-            rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
-        return measure_agreement(self.labels, rows)
+        columns = [columns_of(image) for image in self.images]
+        rows = [
+            [maps[min(row, len(maps) - 1)].grid for maps in column]
+            for column in columns
+            for row in range(max(map(len, column)))
+        ]
+        count = len(self.labels)
+        matrix: list[list[float | None]] = [[1.0] * count for _ in self.labels]
+        for i, j in combinations(range(count), 2):
+            values = [spearman(row[i], row[j]) for row in rows if row[i].shape == row[j].shape]
+            defined = [value for value in values if value is not None]
+            matrix[i][j] = matrix[j][i] = float(np.mean(defined)) if defined else None
+        return {"methods": list(self.labels), "spearman": matrix, "maps": len(rows)}
 
     def figure(
         self,
@@ -224,7 +180,7 @@ class Comparison(FigureResult):
                 "input": image[0].source,
                 "model": image[0].model,
                 "maps": [each.to_dict(values=values) | {"top_share": top_share(each.grid)} for each in image],
-                "agreement": Comparison((image,)).agreement().to_dict(),
+                "agreement": Comparison((image,)).agreement(),
             }
             for image in self.images
         ]

@@ -20,8 +20,6 @@ from vitflow.progress import tracking
 from vitflow.registry.choices import without_affinity
 from vitflow.registry.method_table import get_method
 
-_BLANKED = "patches blanked, because tokens cannot be dropped:"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -91,9 +89,6 @@ def sample(
     """
     batch, count = whole_number("occlusion_batch", occlusion_batch, 1), whole_number("masks", masks, 2)
     layout, grid, hidden = _hiding(trace)
-    failed = "sampling fails"
-    if failed in trace.cached_outputs:
-        layout, hidden = None, trace.cached_outputs[failed]
     images = trace.pixels.detach().split(1)
     # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
@@ -104,22 +99,15 @@ def sample(
     else:
         matrices = affinity_of(trace, affinity, grid).matrix.cpu()
         kept = torch.stack([draw_masks(*grid, masks=count, seed=random_seed, affinity=each) for each in matrices])
-    size = int(kept[0, 0].sum())
+    if layout is not None:
+        tokens = layout.num_tokens - layout.num_patches + int(kept[0, 0].sum())
+        batch = int(batch * layout.num_tokens / tokens)
     with tracking("sampling", len(images) * count) as progress:
         for image, drawn, rows in zip(images, kept, known, strict=True):  # a row for each mask
             progress(min(len(rows), count))
             while len(rows) < count:
-                scale = 1 if layout is None else layout.num_tokens / (layout.num_tokens - layout.num_patches + size)
-                part = drawn[len(rows) : len(rows) + int(batch * scale)]
-                try:
-                    rows.extend(_log_odds(trace, image, part, layout, grid))
-                except (RuntimeError, ValueError, AssertionError) as error:
-                    if layout is None or any(known) or isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    reason = f"It fails on {size} of its patches ({str(error).splitlines()[0]})."
-                    layout, hidden = None, f"{_BLANKED} {reason}"  # a model may reshape its tokens
-                    trace.cached_outputs[failed] = hidden
-                    continue
+                part = drawn[len(rows) : len(rows) + batch]
+                rows.extend(_log_odds(trace, image, part, layout, grid))
                 progress(len(part))
     return Sample(kept, torch.stack([torch.stack(rows[:count]) for rows in known]), grid, hidden)
 
@@ -130,7 +118,7 @@ def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], 
         layout = droppable_tokens(trace.model, trace.pixels, trace.model_info.layout, trace.perturbed_outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
-        hidden = f"{_BLANKED} {error}"
+        hidden = f"patches blanked, because tokens cannot be dropped: {error}"
     try:
         return None, (trace.layout.rows, trace.layout.cols), hidden
     except UnsupportedModelError:  # the model has no patches

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods.sampling import KEPT
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, read_layout, transformer_of
 from vitflow.models.blocks import first_stack
@@ -143,8 +144,8 @@ def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
 def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> TokenLayout | str:
     """Return the layout of the tokens that a model can drop, or the reason why it cannot.
 
-    Windows, relative position biases and convolutions between tokens either fail on half the patches, or depend on
-    their order, which has no effect if each token has its position embedding.
+    Windows, relative position biases and convolutions between tokens either fail on some of the patches, or depend on
+    their order, which has no effect if each token has its position embedding. The trial keeps as many as sampling does.
     """
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
@@ -157,21 +158,21 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
             if (refusal := find_extents(call, {block: (layout,)})[1]) is not None:
                 return refusal
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
-            half = order[: max(layout.num_patches // 2, 1)]
+            some = order[: max(round(KEPT * layout.num_patches), 1)]
             every, _ = _run(model, noise, order.sort().values[None], layout, outputs)
-            halves, _ = _run(model, noise, torch.stack([half, half.flip(0)]), layout, outputs)
+            parts, _ = _run(model, noise, torch.stack([some, some.flip(0)]), layout, outputs)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:  # a model may fail in any way on an unexpected sequence
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"It fails on half of its patches ({reason})."
-    if not isinstance(whole, Tensor) or whole.ndim != 2 or halves.shape != (2, whole.shape[1]):
+        return f"It fails on {KEPT:.0%} of its patches ({reason})."
+    if not isinstance(whole, Tensor) or whole.ndim != 2 or parts.shape != (2, whole.shape[1]):
         return _NO_LOGITS
     if not _agree(whole, every):
         return "Its output with all patches selected differs from its normal output."
-    if not _agree(halves[:1], halves[1:]):
+    if not _agree(parts[:1], parts[1:]):
         return "Its output depends on the order of the tokens, not only on their position embeddings."
     return layout
 

@@ -14,6 +14,8 @@ SMOOTHING = 6.0
 NOISES = torch.logspace(-1.0, 2.0, 31, dtype=torch.float64)
 #: Standard deviations of a normal distribution on each side of its mean that contain 95 %.
 NORMAL_95 = 1.96
+#: Share of the patches that a mask keeps.
+KEPT = 0.3
 #: Share of the variance of masks' fields that similar patches have in common.
 SIMILARITY = 0.75
 # Products of masks are rounding errors below this share of the product of squares.
@@ -27,7 +29,7 @@ def draw_masks(
     cols: int,
     *,
     masks: int,
-    keep: float = 0.3,
+    keep: float = KEPT,
     cells: int = 7,
     seed: int = 0,
     affinity: Tensor | None = None,
