@@ -164,7 +164,7 @@ def test_without_patches_a_model_that_pools_them_gets_the_blank_image():
                 logits = model(torch.full_like(pixels, 1.0) * pixels.mean(dim=(2, 3), keepdim=True))
             else:
                 nothing = torch.zeros(1, 0, dtype=torch.long)
-                logits = run_on_patches(model, pixels, nothing, layout=explainer.layout)
+                logits = run_on_patches(model, pixels, nothing, layout=explainer.model_info.layout)
         assert actual.deletion[-1] == pytest.approx(float(logits[0].softmax(-1)[saliency.target]), abs=1e-12), name
 
 

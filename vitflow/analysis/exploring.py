@@ -90,10 +90,10 @@ def explore(
     explainer = Explainer.of(model, device=device, fit=fit)
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources), deletion)
     explored = [explorer.explore(source, index) for index, source in enumerate(sources, start=1)]
-    names = {entry["method"] for image in explored for entry in image.maps} | {*_OTHERWISE_LIVE, "similarity"}
+    names = {entry["method"] for image in explored for entry in image.record["maps"]} | {*_OTHERWISE_LIVE, "similarity"}
     kept = ("title", "defaults", "published", "signed")
     methods_by_name = {name: {each: getattr(get_method(name), each) for each in kept} for name in sorted(names)}
-    first = {"start_layer": explored[0].start_layer}  # the page has numbers only
+    first = {"start_layer": explored[0].record["start_layer"]}  # the page has numbers only
     methods_by_name["rollout"]["defaults"] = methods_by_name["rollout"]["defaults"] | first
     return make_explorer(
         explored,
@@ -127,57 +127,60 @@ class _Explorer:
     def explore(self, source: ImageInput, index: int) -> ExploredImage:
         """Record and compute everything that the page needs for an image."""
         placed = self.explainer.placed(source, name_of(source, index))
-        image, path = placed.image, str(source) if isinstance(source, str | Path) else None
-        explored = ExploredImage(placed.name, path, image)
+        path = str(source) if isinstance(source, str | Path) else None
+        explored = ExploredImage.of(placed.name, path, placed.image)
         trace = self._record(placed, explored)
         self._outputs(trace, explored)
         self._features(trace, explored)
-        if explored.layout is not None:
+        if explored.attention:
             self._affinities(trace, explored)
             self._heads(placed, explored)
         maps = self._computed(placed, explored)
-        explored.maps = [_map(saliency) for saliency in maps]
+        explored.record["maps"] = [_map(saliency) for saliency in maps]
         if self.deletion:
             self._deletion(placed, explored)
         drawn = [(saliency.placement, saliency.grid.shape) for saliency in maps]
         grids = [explored.features[1]] if explored.features is not None else []
-        grids += [(explored.layout.rows, explored.layout.cols)] if explored.layout is not None else []
+        grids += [explored.record["grid"]] if explored.attention else []
         drawn = [(replace(placed.placement, extent=trace.extent_of(grid)), grid) for grid in reversed(grids)] + drawn
-        for name, value in placed_grids(drawn or [(placed.placement, (1, 1))]).items():
-            setattr(explored, name, value)
+        explored.record |= placed_grids(drawn or [(placed.placement, (1, 1))])
         return explored
 
     def _record(self, image: PlacedImage, explored: ExploredImage) -> Trace:
         """Record the attention for the browser, or the reason why it cannot be used."""
-        explainer, weighted = self.explainer, True
+        explainer, refused, weighted = self.explainer, explored.record["refused"], True
         try:
             features = [layer_output(explainer.model, -1)[0]]
         except UnsupportedModelError as error:
-            features, explored.refused["features"] = [], str(error)
+            features, refused["features"] = [], str(error)
         while True:
             keys = [key for key in FUSED if weighted or not key[1]]
             try:
                 trace = explainer.record(image, fusions=keys, keys=True, features=features)
                 break
             except ValueNormsError as error:
-                weighted, explored.refused["weighting"] = False, error.args[0]
+                weighted, refused["weighting"] = False, error.args[0]
             except NoAttentionError as error:
-                explored.refused["live"] = str(error)
+                refused["live"] = str(error)
                 return explainer.record(image, attention=False, features=features)
         try:
             supported = not (trace.staged or trace.layout.num_suffix_tokens or trace.replaces_tokens)
         except UnsupportedModelError as error:  # layers without a common layout
-            explored.refused["live"] = str(error)
+            refused["live"] = str(error)
             return trace
         if not supported:
-            explored.refused["live"] = (
+            refused["live"] = (
                 f"{type(explainer.model).__name__} has windows, stages, tokens after the patches, or tokens that are "
                 "replaced between blocks, which the browser does not support: maps are computed in advance."
             )
             return trace
-        explored.layout, explored.pooling = trace.layout, trace.pooling
-        explored.start_layer = middle_layer(trace, min(block.layers for block in trace.readouts_of(None).blocks))
-        explored.readout = trace.readout[0].double().cpu().numpy()
+        explored.record |= {
+            "grid": (trace.layout.rows, trace.layout.cols),
+            "prefix": trace.layout.num_prefix_tokens,
+            "pooling": trace.pooling,
+            "start_layer": middle_layer(trace, min(block.layers for block in trace.readouts_of(None).blocks)),
+            "readout": trace.readout[0].double().tolist(),
+        }
         for fusion, weighting in keys:
             layers = trace.fused(fusion, value_weighted=weighting)
             explored.attention[fusion, weighting] = torch.stack([layer[0].float().cpu() for layer in layers]).numpy()
@@ -192,7 +195,8 @@ class _Explorer:
         scores = outputs.scores(logits)[0]
         for index in scores.topk(min(_ANSWERS, len(scores))).indices.tolist():
             score = Score.of(scores, index, outputs)
-            explored.answers.append({"name": score.name, "probability": score.probability, "display": score.display})
+            answer = {"name": score.name, "probability": score.probability, "display": score.display}
+            explored.record["answers"].append(answer)
 
     def _features(self, trace: Trace, explored: ExploredImage) -> None:
         """Add the patch features, if they have a patch grid."""
@@ -201,7 +205,7 @@ class _Explorer:
         try:
             tokens, layout = layer_features(trace, -1)
         except UnsupportedModelError as error:
-            explored.refused["features"] = str(error)
+            explored.record["refused"]["features"] = str(error)
             return
         patches = tokens[0, layout.patches].float().cpu()
         explored.features = patches.numpy(), (layout.rows, layout.cols)
@@ -214,11 +218,11 @@ class _Explorer:
             try:
                 affinities = [affinity_of(trace, name, grid, first_layer) for first_layer in layers]
             except UnsupportedModelError as error:
-                explored.refused.setdefault("refine", str(error))
+                explored.record["refused"].setdefault("refine", str(error))
                 continue
             explored.affinities[name] = [affinity.matrix[0].cpu().numpy() for affinity in affinities]
             uniform = any(bool(affinity.nearly_uniform[0]) for affinity in affinities)
-            explored.uniform = explored.uniform or (name == "attention" and uniform)
+            explored.record["uniform"] |= name == "attention" and uniform
 
     def _heads(self, image: PlacedImage, explored: ExploredImage) -> None:
         """Add every head, unless they are clearly too large."""
@@ -244,14 +248,14 @@ class _Explorer:
         ]
 
         specific = any(each.method.class_specific for each in plain)
-        arguments: dict[str, Any] = {"targets": self.targets if specific else None, "names": [explored.name]}
+        arguments: dict[str, Any] = {"targets": self.targets if specific else None, "names": [image.name]}
         if self.methods is not None:
             return self.explainer.explain_batch([image], methods=plain, **arguments)
         return self.explainer.explain_supported(image, plain, **arguments)[0]
 
     def _deletion(self, image: PlacedImage, explored: ExploredImage) -> None:
         """Add the scores of the classes of GAE maps while patches are removed, or the reason why they cannot be."""
-        indices = [entry["class_index"] for entry in explored.maps if entry["method"] == "gae"]
+        indices = [entry["class_index"] for entry in explored.record["maps"] if entry["method"] == "gae"]
         targets = [index for index in indices if index is not None][:_ANSWERS]
         if not targets:
             return
@@ -269,15 +273,15 @@ class _Explorer:
                 logits = logits_without(self.explainer, image, kept, replace_by)
                 break
             except VitflowError as error:
-                explored.refused["deletion"] = str(error)
+                explored.record["refused"]["deletion"] = str(error)
         else:
             return
-        explored.refused.pop("deletion", None)
+        explored.record["refused"].pop("deletion", None)
         scores = self.explainer.outputs.scores(logits).double().unflatten(0, (len(maps), _POINTS)).numpy()
         others = {"random": scores[-len(_ORDERS) : -1].mean(axis=0), "centre": scores[-1]}
         for saliency, order, falling in zip(maps, orders, scores[: len(targets)], strict=False):
             curves = {name: values[:, saliency.target] for name, values in {"map": falling, **others}.items()}
-            explored.deletion.append(_map(saliency) | {"replace": replace_by} | _steps(order, curves))
+            explored.record["deletion"].append(_map(saliency) | {"replace": replace_by} | _steps(order, curves))
 
 
 def _steps(order: NDArray[np.intp], curves: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
     parameter = next(explainer.model.parameters(), torch.zeros(()))
     pixels = torch.empty(1, explainer.spec.channels, *input_size, dtype=parameter.dtype, device=explainer.device)
     try:
-        return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.outputs.read)
+        return droppable_tokens(explainer.model, pixels, explainer.model_info.layout, explainer.outputs.read)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{explainer.model_id} cannot drop patches from its sequence. {error} "

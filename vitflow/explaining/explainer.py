@@ -343,13 +343,13 @@ class Explainer(RecordedModel):
         return [each for maps in by_method for i, each in enumerate(maps) if i == 0 or each.class_specific]
 
     def refusals(self, methods: Sequence[MethodChoice], image: ImageInput | None = None) -> dict[str, VitflowError]:
-        """Try each method on an image (by default a grey one); return the errors of those that do not apply."""
+        """Try each method on an image (by default noise); return the errors of those that do not apply."""
         refusals: dict[str, VitflowError] = {}
         for chosen in choose_methods(methods, {}):
             if chosen.method.needs == {"predict"}:
                 continue  # forward passes work for every model
             try:
-                self.explain_batch([self.inputs.grey() if image is None else image], methods=[chosen])
+                self.explain_batch([self.inputs.two_images()[0] if image is None else image], methods=[chosen])
             except (UnsupportedModelError, OptionError) as error:
                 refusals[chosen.name] = error
         return refusals

@@ -157,11 +157,6 @@ class ImageModel:
         return None if names is None else list(names)
 
     @property
-    def layout(self) -> TokenLayout | None:
-        """Prefix tokens and patch grid, if given."""
-        return self.model_info.layout
-
-    @property
     def preprocessing(self) -> Preprocessing:
         """Preprocessing from images to model inputs."""
         return self.inputs.preprocessing
@@ -196,7 +191,7 @@ class ImageModel:
         if self.model_info.outputs.count is not None:
             return self.model_info.outputs.count
         with torch.no_grad(), evaluating(self.model):
-            logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.grey())))
+            logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.two_images()[0])))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
 
     def with_input_size(self, size: tuple[int, int]) -> Self:

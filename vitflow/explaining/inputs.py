@@ -98,10 +98,6 @@ class ModelInputs:
             batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
 
-    def grey(self) -> NDArray[np.uint8] | Tensor:
-        """Return a uniform image of the model's input size for trial runs: grey, or the mean of each channel."""
-        return np.full((*self.spec.size, 3), 128, np.uint8) if self.in_colour else torch.zeros(self.shape)
-
     def two_images(self) -> list[NDArray[np.uint8]] | list[Tensor]:
         """Return two clearly different images for trial runs: dark and bright noise."""
         random = np.random.RandomState(0)

@@ -156,7 +156,8 @@ class RecordedModel(ImageModel):
 
     def _recorded_pass(self, pixels: Tensor, outputs: Outputs, **options: Any) -> Trace:
         with torch.set_grad_enabled(torch.is_grad_enabled() or bool(options.get("cut"))):
-            with record_attention(self.model, layout=self.layout, outputs=self.outputs.read, **options) as trace:
+            settings = {"layout": self.model_info.layout, "outputs": self.outputs.read, **options}
+            with record_attention(self.model, **settings) as trace:
                 self.forward(pixels)
             if outputs is not self.outputs:  # maps explain other values than the reported ones
                 trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read

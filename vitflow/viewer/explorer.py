@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from vitflow.errors import printable
 from vitflow.images.overlay import ROBUST_PERCENTILES, SEQUENTIAL
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.tokens import TokenLayout
 from vitflow.viewer.pages import (
     Floats,
     Packed,
@@ -37,8 +36,6 @@ FUSED: tuple[Fused, ...] = (
 )
 # Colour maps to choose from, the default first.
 COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
-# Fields of an image that the page contains unchanged.
-_AS_THEY_ARE = ("path", "window", "areas", "pooling", "maps", "deletion", "answers", "refused", "uniform")
 # Longer side of the images, in pixels.
 _PHOTOGRAPH = 1024
 _MEGABYTE = 10**6
@@ -46,28 +43,22 @@ _MEGABYTE = 10**6
 
 @dataclass(slots=True, eq=False)
 class ExploredImage:
-    """Recorded data of an image for the page."""
+    """Data of an image for the page: its `record` for JSON, and arrays that `make_explorer` packs into it."""
 
-    name: str
-    path: str | None
-    image: NDArray[np.uint8]
-    window: list[float] = field(default_factory=list)  # as of placed_grids
-    areas: dict[str, list[float]] = field(default_factory=dict)
-    layout: TokenLayout | None = None  # None if layers differ in their tokens
-    readout: Floats | None = None  # weight of each token in the output, [tokens]
-    pooling: str = ""  # description of the readout
+    record: dict[str, Any]
     attention: dict[Fused, Floats] = field(default_factory=dict)  # [layers, tokens, tokens]
     heads: Floats | None = None  # [layers, heads, tokens, tokens]; None if they do not fit
     affinities: dict[str, list[Floats]] = field(default_factory=dict)  # by kind, from each layer on, [patches, patches]
-    start_layer: int = 1  # of rollout by default
     features: tuple[Floats, tuple[int, int]] | None = None  # [patches, width], with their (rows, cols)
-    maps: list[dict[str, Any]] = field(default_factory=list)  # further maps, ready for JSON
-    deletion: list[dict[str, Any]] = field(default_factory=list)  # for each class, its scores while patches are removed
-    answers: list[dict[str, Any]] = field(default_factory=list)  # classes, most probable first
-    refused: dict[str, str] = field(
-        default_factory=dict
-    )  # why "live", "weighting", "refine", "features", … are missing
-    uniform: bool = False  # whether refinement would make any map nearly constant
+
+    @classmethod
+    def of(cls, name: str, path: str | None, image: NDArray[np.uint8]) -> "ExploredImage":
+        """Begin with a photograph."""
+        nothing: dict[str, Any] = {"grid": None, "prefix": 0, "readout": [], "pooling": "", "start_layer": 1}
+        nothing |= {"affinities": {}, "attention": {}, "heads": None, "features": None, "uniform": False}
+        nothing |= {"maps": [], "deletion": [], "answers": [], "refused": {}}  # of "live", "refine", … with the reason
+        photograph = {"image": data_uri(thumbnail(image, _PHOTOGRAPH)), "size": [image.shape[1], image.shape[0]]}
+        return cls({"name": printable(Path(name).name, lines=True), "path": path, **photograph, **nothing})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ def make_explorer(
     Data that does not fit into max_size megabytes is left out with a note: first single heads, then all fusions but
     one.
     """
-    records = [_record(image) for image in images]
+    records = [image.record for image in images]
     for one, image in zip(records, images, strict=True):
         for name, matrices in image.affinities.items():  # row by row, with the diagonal
             halves = [symmetric[np.triu_indices(len(symmetric))] for symmetric in matrices]
@@ -118,7 +109,7 @@ def make_explorer(
             one["features"] = {**pack_directions(image.features[0]), "grid": image.features[1]}
     live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
     notes = _pack_attention(live, max_size * _MEGABYTE - len(str(records)) - 2**17) if live else []
-    if reason := next((image.refused["deletion"] for image in images if "deletion" in image.refused), None):
+    if reason := next((one["refused"]["deletion"] for one in records if "deletion" in one["refused"]), None):
         notes.append(f"“Does it matter?” is left out, as patches cannot be removed: {reason}")
     title = records[0]["name"] if len(images) == 1 else f"{len(images)} images"
     heads = max((image.heads.shape[1] for _, image in live if image.heads is not None), default=0)
@@ -169,21 +160,3 @@ def _fitting(values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: i
         return []
     packed = [pack(array) for array in values]
     return packed if sum(map(packed_size, packed)) <= room else []
-
-
-def _record(image: ExploredImage) -> dict[str, Any]:
-    """Return an image for JSON, without packed data."""
-    layout = image.layout
-    return {
-        "name": printable(Path(image.name).name, lines=True),
-        "image": data_uri(thumbnail(image.image, _PHOTOGRAPH)),
-        "size": [image.image.shape[1], image.image.shape[0]],
-        "grid": None if layout is None else [layout.rows, layout.cols],
-        "prefix": 0 if layout is None else layout.num_prefix_tokens,
-        "readout": [] if image.readout is None else [float(weight) for weight in image.readout],
-        "affinities": {},
-        "attention": {},
-        "heads": None,
-        "features": None,
-        **{name: getattr(image, name) for name in _AS_THEY_ARE},
-    }
