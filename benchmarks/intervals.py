@@ -34,8 +34,8 @@ def coverage(explainer: vitflow.Explainer, image: object) -> float:
             sample(trace, masks=masks, random_seed=seed, affinity="both", occlusion_batch=32)
             for seed, masks in enumerate((MASKS, REFERENCE))
         )
-    prior = affinity_of(trace, "both", few.grid).matrix[0].cpu().double()
-    [kept], [scores], [other] = few.kept, few.scores, many.kept
+    prior = affinity_of(trace, "both", trace.grid()).matrix[0].cpu().double()
+    ([kept], [scores]), ([other], [others]) = few, many
     posterior = regress(kept, scores[:, target], prior)
     masks, values = kept.double() - kept.double().mean(dim=0), scores[:, target].double()
     values = values - values.mean()
@@ -46,7 +46,7 @@ def coverage(explainer: vitflow.Explainer, image: object) -> float:
     covariance = variance * (prior - prior @ masks.T @ inverse @ masks @ prior)
     implied = mean_differences(other, other)  # of each patch's presence: D⁻¹ Xᵀ X
     std = (implied @ covariance @ implied.T).diagonal().clamp_min(0.0).sqrt()
-    reference = mean_differences(other, many.scores[0][:, target])
+    reference = mean_differences(other, others[:, target])
     return float(((implied @ posterior.mean - reference).abs() <= NORMAL_95 * std).double().mean())
 
 

@@ -178,7 +178,7 @@ def answers(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.mktemp("clicks")))
-        yield _Answers(Models(["demo"], 30.0, {}))
+        yield _Answers(Models(["demo"], {}))
 
 
 def test_a_click_on_each_patch_of_the_figure_is_that_patch(answers, tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(answers, 
     Path("names.txt").write_text("ash\nbirch\ncedar\n")
     shutil.copy(SAMPLE, tmp_path)
     given = {"checkpoint": "own.safetensors", "class_names": Path("names.txt")}
-    models = Models(["test_vit", "demo"], 30.0, given)
+    models = Models(["test_vit", "demo"], given)
     _, _, files, code, *_, classes, _ = _Answers(models).explain(SAMPLE.name, "test_vit", "gae", "birch", "", "")
     names: dict = {}
     exec(code, names)

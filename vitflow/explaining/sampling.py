@@ -1,6 +1,5 @@
 """Sampling with random patches dropped, and its consensus with GAE."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,23 +20,6 @@ from vitflow.registry.choices import without_affinity
 from vitflow.registry.method_table import get_method
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """Scores of masked images.
-
-    Attributes:
-        kept: kept patches of each mask, bool [images, masks, patches].
-        scores: log-odds, [images, masks, classes].
-        grid: rows and columns of the patches.
-        hidden: description of how patches were hidden.
-    """
-
-    kept: Tensor
-    scores: Tensor
-    grid: tuple[int, int]
-    hidden: str
-
-
 def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
@@ -45,7 +27,7 @@ def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine
     prior covariance. The noise of the map is fixed, which shrinks the weights; that of the significant patches is
     estimated. Without an affinity, the weight is the mean score with a patch minus that without it, from 256 masks.
     """
-    grid, prior, effective = _hiding(trace)[1], None, dict[str, Any]()
+    (_, grid, hidden), prior, effective = _hiding(trace), None, dict[str, Any]()
     try:
         prior = affinity_of(trace, affinity, grid).matrix.cpu()
     except UnsupportedModelError:
@@ -55,7 +37,7 @@ def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine
         masks = effective.get("masks", masks)
     sampled = sample(trace, masks=masks, affinity=None if prior is None else affinity, **drawn)
     grids, facts, significant = [], [], []
-    for image, (kept, every) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
+    for image, (kept, every) in enumerate(zip(*sampled, strict=True)):
         scores = every[:, trace.class_indices[image]]
         if prior is None:
             weights = mean_differences(kept, scores)
@@ -65,7 +47,7 @@ def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine
             significant.append((posterior.mean > NORMAL_95 * posterior.std).reshape(grid))
         grids.append(weights.reshape(grid))
         reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
-        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sampled.hidden})
+        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
     outlined = torch.stack(significant) if significant else None
     return Maps(torch.stack(grids), facts, significant=outlined, effective=[effective] * len(grids))
 
@@ -77,18 +59,14 @@ def sample(
     random_seed: int,
     occlusion_batch: int,
     affinity: AffinityName | None = None,
-) -> Sample:
-    """Run the model on masked images.
+) -> tuple[Tensor, Tensor]:
+    """Return the patches that masks keep, bool [images, masks, patches], and log-odds [images, masks, classes].
 
-    Args:
-        trace: the trace of the images.
-        masks: number of masks.
-        random_seed: seed of the masks.
-        occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
-        affinity: the affinity of the patches that tend to stay together; None: only neighbours do.
+    `occlusion_batch` masks run in a pass; if tokens are dropped, more, with as many tokens in total. Patches with a
+    high affinity tend to stay together; without one, only neighbours do.
     """
     batch, count = whole_number("occlusion_batch", occlusion_batch, 1), whole_number("masks", masks, 2)
-    layout, grid, hidden = _hiding(trace)
+    layout, grid, _ = _hiding(trace)
     images = trace.pixels.detach().split(1)
     # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
@@ -109,7 +87,7 @@ def sample(
                 part = drawn[len(rows) : len(rows) + batch]
                 rows.extend(_log_odds(trace, image, part, layout, grid))
                 progress(len(part))
-    return Sample(kept, torch.stack([torch.stack(rows[:count]) for rows in known]), grid, hidden)
+    return kept, torch.stack([torch.stack(rows[:count]) for rows in known])
 
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
