@@ -42,11 +42,9 @@ def ends(score: Score, class_specific: bool) -> tuple[str, str]:
     if score.opposed:
         first, second = score.opposed
         return f"for {second}", f"for {first}"
-    if not (class_specific and score.name):
-        return "below 0", "above 0"
-    if score.unit == "probability":
+    if class_specific and score.name:
         return f"against {score.name}", f"for {score.name}"
-    return f"lowers {score.name}", f"raises {score.name}"
+    return "below 0", "above 0"
 
 
 def common_sign_labels(targets: Sequence[tuple[Score, bool]]) -> tuple[str, str]:

@@ -170,9 +170,11 @@ class Explainer(RecordedModel):
         """
         if len(images := several(image)) != 1:
             raise OptionError(f"explain takes one image, got {len(images)}: {_USE_BATCH}(images).")
-        read = self._read(images, None, None if original is None else [original])
-        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
-        maps = self._explain(read, chosen, requested_targets(target, None), readout, blank=blank)
+        # Arguments of explain_batch are no options.
+        choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
+        originals = None if original is None else [original]
+        given: dict[str, Any] = {"readout": readout, "originals": originals, "blank": blank, **options}
+        maps = self.explain_batch(images, method=method, target=target, **given)
         if len(maps) != 1:
             call = f"{_USE_BATCH}(image, target={target!r})"
             raise OptionError(f"explain takes one target, but {target!r} gives {len(maps)} maps: {call}.")
@@ -221,9 +223,36 @@ class Explainer(RecordedModel):
         if method is not None and methods is not None:
             raise OptionError("Expected method= or methods=, got both: use methods=[…].")
         methods, given = methods if method is None else [method], requested_targets(target, targets)
-        read = self._read(several(images), names, originals)
+        placed = self._read(several(images), names, originals)
         chosen = choose_methods(methods, options, has_target=self.has_target(targets if target is None else target))
-        return self._explain(read, chosen, given, readout, blank=blank)
+        if readout is not None and not any(map(starts_at_readout, chosen)):
+            listed = ", ".join(each.name for each in chosen)
+            raise OptionError(
+                f"readout= requires a method that starts at tokens, such as rollout, without patch=; got {listed}."
+            )
+        if is_per_image(given) and len(given) != len(placed):
+            raise OptionError(
+                f"Expected one class for each of {len(placed)} images, got {len(given)}: targets=[…] explains each "
+                "of them in every image."
+            )
+        outputs = self._minus_rest if self.outputs.minus_rest_by_default else self.outputs
+        contrasts = contrasts_among(given)
+        pairs = bool(contrasts) and not contrasts[0].against_rest
+        if blank and (contrasts or self.regions is not None):
+            raise OptionError(_NOT_BLANK)
+        if contrasts:
+            check_class_specific(chosen)
+            given = [side for contrast in contrasts for side in contrast.sides]
+            outputs = self.outputs if pairs else self._minus_rest
+        if pairs and self.regions is not None:
+            raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
+        by_image = self._explain_targets(placed, chosen, given, outputs, readout)
+        if blank:
+            by_image = [self._with_blank(image, maps) for image, maps in zip(placed, by_image, strict=True)]
+        maps = [saliency for maps in by_image for saliency in maps]
+        if pairs:
+            return [contrasted(*sides, self.outputs.activation) for sides in zip(maps[::2], maps[1::2], strict=True)]
+        return maps
 
     def _read(
         self, sources: Sequence[ImageInput], names: Sequence[str] | None, originals: Sequence[ImageSource] | None
@@ -238,45 +267,6 @@ class Explainer(RecordedModel):
         if originals is None:
             return [self.placed(source, name) for source, name in zip(sources, names, strict=True)]
         return [self.placed(*each) for each in zip(sources, names, originals, strict=True)]
-
-    def _explain(
-        self,
-        images: Sequence[PlacedImage],
-        chosen: Chosen,
-        targets: Any,
-        readout: Tensor | NDArray[Any] | None,
-        *,
-        blank: bool,
-    ) -> list[Saliency]:
-        """Explain images for targets or contrasts."""
-        if readout is not None and not any(map(starts_at_readout, chosen)):
-            listed = ", ".join(each.name for each in chosen)
-            raise OptionError(
-                f"readout= requires a method that starts at tokens, such as rollout, without patch=; got {listed}."
-            )
-        if is_per_image(targets) and len(targets) != len(images):
-            raise OptionError(
-                f"Expected one class for each of {len(images)} images, got {len(targets)}: targets=[…] explains each "
-                "of them in every image."
-            )
-        outputs = self._minus_rest if self.outputs.minus_rest_by_default else self.outputs
-        contrasts = contrasts_among(targets)
-        pairs = bool(contrasts) and not contrasts[0].against_rest
-        if blank and (contrasts or self.regions is not None):
-            raise OptionError(_NOT_BLANK)
-        if contrasts:
-            check_class_specific(chosen)
-            targets = [side for contrast in contrasts for side in contrast.sides]
-            outputs = self.outputs if pairs else self._minus_rest
-        if pairs and self.regions is not None:
-            raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
-        by_image = self._explain_targets(images, chosen, targets, outputs, readout)
-        if blank:
-            by_image = [self._with_blank(image, maps) for image, maps in zip(images, by_image, strict=True)]
-        maps = [saliency for maps in by_image for saliency in maps]
-        if pairs:
-            return [contrasted(*sides, self.outputs.activation) for sides in zip(maps[::2], maps[1::2], strict=True)]
-        return maps
 
     def _with_blank(self, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
         """Add the score of the image replaced by its mean colour to the facts of its maps."""
@@ -342,14 +332,14 @@ class Explainer(RecordedModel):
         by_method = zip(*runs, strict=True)
         return [each for maps in by_method for i, each in enumerate(maps) if i == 0 or each.class_specific]
 
-    def refusals(self, methods: Sequence[MethodChoice], image: ImageInput | None = None) -> dict[str, VitflowError]:
-        """Try each method on an image (by default noise); return the errors of those that do not apply."""
+    def refusals(self, methods: Sequence[MethodChoice], image: ImageInput) -> dict[str, VitflowError]:
+        """Try each method on an image; return the errors of those that do not apply."""
         refusals: dict[str, VitflowError] = {}
         for chosen in choose_methods(methods, {}):
             if chosen.method.needs == {"predict"}:
                 continue  # forward passes work for every model
             try:
-                self.explain_batch([self.inputs.two_images()[0] if image is None else image], methods=[chosen])
+                self.explain_batch([image], methods=[chosen])
             except (UnsupportedModelError, OptionError) as error:
                 refusals[chosen.name] = error
         return refusals

@@ -274,12 +274,12 @@ def flow(
     Through many layers nearly every flow is saturated, and the map does not depend on the layers above the first.
     Therefore flow is computed through the upper layers, and attention rollout propagates it to the patches.
     """
-    model, others = type(trace.model).__name__, "Use rollout, attention, gradient_rollout or gae."
-    flow_requires = "Attention flow requires the same tokens in every layer"
-    if trace.staged:
-        raise UnsupportedModelError(f"{flow_requires}, and {model} has windows or stages. {others}")
-    if trace.replaces_tokens:
-        raise UnsupportedModelError(f"{flow_requires}, and {model} replaces or zeroes some between blocks. {others}")
+    if trace.staged or trace.replaces_tokens:
+        what = "has windows or stages" if trace.staged else "replaces or zeroes some between blocks"
+        raise UnsupportedModelError(
+            f"Attention flow requires the same tokens in every layer, and {type(trace.model).__name__} {what}. Use "
+            "rollout, attention, gradient_rollout or gae."
+        )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     layers = default_window(layers, len(matrices))
     readout, layout = readout_of(trace, patch), trace.layout
