@@ -79,8 +79,8 @@ def explore(
     >>> page = explore(sample_images()[0], model="demo", methods=["gae"])
     >>> page.html[:15]
     '<!doctype html>'
-    >>> page.notes[1]
-    'Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0.'
+    >>> page.notes[0]
+    'Attention is stored in half precision: each number within 2⁻¹¹ of its value.'
     """
     sources = at_least_one(images)
     if not max_size > 0:
@@ -208,7 +208,8 @@ class _Explorer:
             explored.record["refused"]["features"] = str(error)
             return
         patches = tokens[0, layout.patches].float().cpu()
-        explored.features = patches.numpy(), (layout.rows, layout.cols)
+        longest = patches.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)  # only directions matter
+        explored.features = (patches / longest).numpy(), (layout.rows, layout.cols)
 
     def _affinities(self, trace: Trace, explored: ExploredImage) -> None:
         """Add the affinities of the patches by attention and by keys."""

@@ -148,7 +148,11 @@ def layer_maps(
     """
     layered = [each.name for each in list_methods() if each.accepts("start_layer") and each.accepts("value_weighted")]
     has_target = model.has_target(target) if isinstance(model, Explainer) else has_targets(target)
-    method = default_method(has_target) if method is None else get_method(method).name
+    if method is None:  # the default method need not accept options of raw attention
+        accepted = {name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in layered)}
+        choose_methods(None, accepted, has_target=has_target)
+        method = default_method(has_target)
+    method = get_method(method).name
     if method not in layered:
         raise OptionError(f"Expected one of the methods {', '.join(layered)}, got {method!r}.")
     if selecting := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:

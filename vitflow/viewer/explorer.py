@@ -1,6 +1,6 @@
 """The explorer: a page that contains recorded attention and computes maps from it in the browser."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,7 @@ from vitflow.viewer.pages import (
     data_uri,
     drawing_of,
     make_html,
-    pack_directions,
     pack_half,
-    pack_logarithmic,
-    packed_size,
     thumbnail,
 )
 
@@ -106,7 +103,7 @@ def make_explorer(
             halves = [symmetric[np.triu_indices(len(symmetric))] for symmetric in matrices]
             one["affinities"][name] = [pack_half(half) for half in halves]
         if image.features is not None:
-            one["features"] = {**pack_directions(image.features[0]), "grid": image.features[1]}
+            one["features"] = {**pack_half(image.features[0]), "grid": image.features[1]}
     live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
     notes = _pack_attention(live, max_size * _MEGABYTE - len(str(records)) - 2**17) if live else []
     if reason := next((one["refused"]["deletion"] for one in records if "deletion" in one["refused"]), None):
@@ -135,28 +132,26 @@ def make_explorer(
 
 def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: float) -> list[str]:
     """Put as much attention as fits into the rest of the page, `room` bytes; return notes."""
-    notes = ["Attention is stored in half precision: each number within 2⁻¹¹ of its value."]
+    names = {key: f"{key[0]} {'weighted' if key[1] else 'plain'}" for key in FUSED}
     left_out = []
     for number, key in enumerate(key for key in FUSED if all(key in image.attention for _, image in live)):
-        packed = _fitting([image.attention[key] for _, image in live], pack_half, 16, room if number else np.inf)
-        room -= sum(map(packed_size, packed))
-        name, weighting = f"{key[0]} over heads", "value-weighted" if key[1] else "plain"
-        left_out += [] if packed else [f"{name}, {weighting}"]
+        packed = _fitting([image.attention[key] for _, image in live], room if number else np.inf)
+        room -= sum(len(one["data"]) for one in packed)
+        left_out += [] if packed else [names[key]]
         for (record, _), one in zip(live, packed, strict=False):
-            record["attention"][f"{key[0]} {'weighted' if key[1] else 'plain'}"] = one
+            record["attention"][names[key]] = one
     heads = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
-    packed = _fitting(heads, pack_logarithmic, 8, room) if len(heads) == len(live) else []
+    packed = _fitting(heads, room) if len(heads) == len(live) else []
+    left_out += [] if packed else ["single heads"]
     for (record, _), one in zip(live, packed, strict=False):
         record["heads"] = one
-    precision = "Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0."
-    left_out += [] if packed else ["single heads"]
-    notes += [precision] if packed else []
-    return notes + ([f"Left out, for a smaller page: {'; '.join(left_out)}."] if left_out else [])
+    notes = ["Attention is stored in half precision: each number within 2⁻¹¹ of its value."]
+    return notes + ([f"Left out, for a smaller page: {', '.join(left_out)}."] if left_out else [])
 
 
-def _fitting(values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int, room: float) -> list[Packed]:
+def _fitting(values: Sequence[Floats], room: float) -> list[Packed]:
     """Pack an array of each image; return nothing if they do not fit."""
-    if 0.4 * sum(array.size for array in values) * bits / 8 > room:  # better compression does not occur
+    if 0.8 * sum(array.size for array in values) > room:  # better compression does not occur
         return []
-    packed = [pack(array) for array in values]
-    return packed if sum(map(packed_size, packed)) <= room else []
+    packed = [pack_half(array) for array in values]
+    return packed if sum(len(one["data"]) for one in packed) <= room else []

@@ -2,8 +2,8 @@
 
 A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages. A page that a
 reader can do something with has the script of all pages, `base.js`, and its own. Whatever comes from data or file names
-is escaped, and no other script can run. The numbers of a page are packed in half precision or 8 bits, its photographs
-are small JPEGs.
+is escaped, and no other script can run. The numbers of a page are packed in half precision, its photographs are small
+JPEGs.
 """
 
 import base64
@@ -98,59 +98,16 @@ def data_uri(image: bytes, kind: str = "jpeg") -> str:
 
 Floats = NDArray[np.floating[Any]]
 
-# Values below the largest of their group times this are stored as 0 in 8 bits.
-_FAINTEST = 2.0**-22
-
-
-# Numbers as stored in a page, for JSON: the code, the shape, the compressed numbers in base64, and the code's tables.
+# Numbers as stored in a page, for JSON: the shape, and the compressed numbers in base64.
 Packed = dict[str, Any]
-
-
-def packed_size(packed: Packed) -> int:
-    """Return the size of packed numbers in a page, in bytes."""
-    return len(packed["data"]) + 20 * len(packed.get("tables", ())) * 256
 
 
 def pack_half(values: Floats) -> Packed:
     """Pack numbers in half precision: relative error at most 2⁻¹¹, absolute error at most 3e-8 below 6e-5."""
     half = np.ascontiguousarray(values, dtype="<f2")
     # Upper bytes are similar and compress well; lower bytes hardly do.
-    return _packed("half", half.shape, half.view(np.uint8).reshape(-1, 2).T[::-1])
-
-
-def pack_logarithmic(values: Floats) -> Packed:
-    """Pack numbers of at least 0 in 8 bits: 0, and 255 steps of equal ratio for each group (the first axis).
-
-    Each number is within 3.1 % of its value, numbers below 2⁻²² of the largest one of their group are 0.
-
-    >>> pack_logarithmic(np.array([[0.0, 0.25, 1.0]]))["tables"][0][-1]
-    1.0
-    """
-    values = np.asarray(values, dtype=np.float32)
-    codes, tables = np.zeros(values.shape, np.uint8), np.zeros((len(values), 256), np.float32)
-    for group, group_codes, table in zip(values, codes, tables, strict=True):
-        top = float(group.max(initial=0.0))
-        if top <= 0:
-            continue
-        lowest = max(float(group[group > 0].min()), top * _FAINTEST)
-        step = np.log2(top / lowest) / 254  # from one code to the next, in powers of two
-        table[1:] = top * 2.0 ** (step * (np.arange(1, 256) - 255.0))
-        shown = group >= lowest * 2.0 ** (-max(step, 1e-3) / 2)  # what is fainter still is 0
-        steps = np.log2(group[shown] / top) / step if step else np.zeros(int(shown.sum()))
-        group_codes[shown] = np.clip(np.rint(255 + steps), 1, 255)
-    return _packed("table", values.shape, codes) | {"tables": [[float(one) for one in table] for table in tables]}
-
-
-def pack_directions(vectors: Floats) -> Packed:
-    """Pack the directions of vectors [count, width] in 8 bits, each vector scaled to the full range."""
-    longest = np.abs(vectors).max(axis=-1, keepdims=True)
-    whole = np.rint(127 * vectors / np.where(longest > 0, longest, 1)).astype(np.int8)
-    return _packed("whole", whole.shape, whole)
-
-
-def _packed(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> Packed:
-    data = base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes(), 6)).decode()
-    return {"code": code, "shape": list(shape), "data": data}
+    numbers = np.ascontiguousarray(half.view(np.uint8).reshape(-1, 2).T[::-1])
+    return {"shape": list(half.shape), "data": base64.b64encode(zlib.compress(numbers.tobytes(), 6)).decode()}
 
 
 def placed_grids(placed: Sequence[tuple[Placement, tuple[int, int]]]) -> dict[str, Any]:

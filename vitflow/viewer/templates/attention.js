@@ -20,25 +20,16 @@ function halves() {
 
 let halfTable = null;
 
-const unpackers = {
-  half(bytes) {
-    halfTable ??= halves();
-    const count = bytes.length / 2, values = new Float32Array(count);
-    for (let k = 0; k < count; k++) values[k] = halfTable[(bytes[k] << 8) | bytes[count + k]];
-    return values;
-  },
-  table(bytes, { tables }) {
-    const own = tables.map((table) => Float32Array.from(table)), length = bytes.length / tables.length;
-    const values = new Float32Array(bytes.length);
-    for (let k = 0; k < bytes.length; k++) values[k] = own[Math.floor(k / length)][bytes[k]];
-    return values;
-  },
-  whole(bytes) { return Float32Array.from(new Int8Array(bytes.buffer)); },
-};
+function fromHalves(bytes) {
+  halfTable ??= halves();
+  const count = bytes.length / 2, values = new Float32Array(count);
+  for (let k = 0; k < count; k++) values[k] = halfTable[(bytes[k] << 8) | bytes[count + k]];
+  return values;
+}
 
 // The numbers of something packed, unpacked when they are first asked for.
 function unpack(packed) {
-  packed.values ??= inflate(packed.data).then((bytes) => unpackers[packed.code](bytes, packed));
+  packed.values ??= inflate(packed.data).then(fromHalves);
   return packed.values;
 }
 
