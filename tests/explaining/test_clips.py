@@ -11,7 +11,7 @@ from PIL import Image
 
 from benchmarks.clips import drawn_clip, separates
 from vitflow import explain_clip
-from vitflow.analysis.clips import frame_shares
+from vitflow.analysis.clips import shares_of
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.images.videos import read_video
@@ -92,7 +92,7 @@ def test_a_video_gives_frames_at_equal_distances(tmp_path):
 
 def test_a_clip_is_written_as_figure_animation_video_and_maps(demo, drawn, tmp_path):
     clip = explain_clip(drawn[0], model=demo, target=drawn[1])
-    np.testing.assert_array_equal(frame_shares(np.array([2.0, 2.0])), [0.5, 0.5])
+    np.testing.assert_array_equal(shares_of(np.array([0.0, 0.0])), [0.5, 0.5])
     for suffix in (".png", ".gif", ".mp4", ".npz"):
         assert clip.save(tmp_path / f"clip{suffix}").stat().st_size > 0
     with Image.open(tmp_path / "clip.gif") as animation:

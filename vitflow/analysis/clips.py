@@ -50,8 +50,8 @@ class Clip:
         frames: the map of each frame. With an image model, its score is the score of this frame alone; with a video
             model or a vision–language model, there is one for each position along time, drawn on its first frame.
         score: score of the explained output; with an image model that of the frame with the highest one, `best`.
-        shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; else in
-            the map, see `joint_shares`.
+        shares: share of each frame, [frames]: with an image model its logit above the lowest one, as a share of their
+            sum, of which the explained mean consists; else its share of the map, see `joint_shares`.
         source: name of the clip.
         span: number of frames that each map covers.
         joint: whether the model sees all frames together.
@@ -189,28 +189,17 @@ class Clip:
         return f"Clip({self.source}, {len(self.frames)} frames, {method}, {self.score.name})"
 
 
-def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return the share of each frame in the mean of logits [frames]: its logit above the lowest one, over their sum.
-
-    The mean is a sum over frames, so this is exact, up to the smallest logit, which is common to all frames. Equal
-    logits have equal shares.
-
-    >>> frame_shares(np.array([1.0, 2.0, 4.0]))
-    array([0.  , 0.25, 0.75])
-    """
-    return _shares(logits.astype(np.float64) - logits.min())
-
-
 def joint_shares(maps: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     """Return the share of each map of a clip [frames, rows, cols]: its sum above the lowest value of all, at least 0.
 
     >>> joint_shares(np.array([[[1.0, 2.0]], [[1.0, 4.0]]]))
     array([0.25, 0.75])
     """
-    return _shares(np.maximum(maps.astype(np.float64) - max(maps.min(), 0.0), 0.0).sum(axis=(1, 2)))
+    return shares_of(np.maximum(maps.astype(np.float64) - max(maps.min(), 0.0), 0.0).sum(axis=(1, 2)))
 
 
-def _shares(above: NDArray[np.float64]) -> NDArray[np.float64]:
+def shares_of(above: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return each number's share of their sum; equal shares if all are 0."""
     return above / above.sum() if above.sum() > 0 else np.full(len(above), 1 / len(above))
 
 
@@ -265,7 +254,8 @@ def explain_clip(
         index = class_index(target, probabilities.shape[1], explainer.outputs.names)
     explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), index), names=names)
     best = max(range(len(explained)), key=lambda frame: explained[frame].score.value or 0.0)
-    shares = frame_shares(logits[:, index].numpy())
+    values = logits[:, index].double().numpy()
+    shares = shares_of(values - values.min())
     return Clip(tuple(explained), explained[best].score, shares, source, best=best)
 
 

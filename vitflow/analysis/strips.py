@@ -22,11 +22,8 @@ _Item = TypeVar("_Item")
 # Maps of each image.
 Images = Sequence[Sequence[Saliency]]
 
-#: Minimum saturated share that is displayed, and its explanation.
+#: Minimum saturated share of a flow that is displayed.
 SATURATED_LABEL = 0.01
-SATURATED = (
-    "A saturated flow is limited by its first layer: for such a patch the map does not depend on the layers above."
-)
 
 # Notes on the marked region, by key of `facts`.
 _MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}
@@ -117,8 +114,6 @@ class Strip:
         lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in shown[0].facts)]
         if any(overlay.has_two_sides(*ends) for _, ends in self._drawn):
             lines.append("Colours of maps with negative values diverge from 0, which is transparent.")
-        if any(each.facts.get("saturated", 0.0) >= SATURATED_LABEL for each in shown):
-            lines.append(SATURATED)
         if against := next((each.facts["against"] for each in shown if "against" in each.facts), None):
             lines.append(f"Class-specific maps explain the score minus {against}.")
         lines.append(f"Model: {captions.model_in_words(shown[0].model, shown[0].model_note)}.")

@@ -261,12 +261,10 @@ class Explainer(RecordedModel):
         for kind, given in (("name", names), ("original", originals)):
             if given is not None and len(given) != len(sources):
                 raise OptionError(f"Expected one {kind} for each of {len(sources)} images, got {len(given)}.")
-        if names is None:
-            named = sources if originals is None else originals
-            names = [name_of(image, number) for number, image in enumerate(named, start=1)]
-        if originals is None:
-            return [self.placed(source, name) for source, name in zip(sources, names, strict=True)]
-        return [self.placed(*each) for each in zip(sources, names, originals, strict=True)]
+        named = sources if originals is None else originals
+        names = names or [name_of(image, number) for number, image in enumerate(named, start=1)]
+        behind: Sequence[ImageSource | None] = originals or [None] * len(sources)
+        return [self.placed(*each) for each in zip(sources, names, behind, strict=True)]
 
     def _with_blank(self, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
         """Add the score of the image replaced by its mean colour to the facts of its maps."""

@@ -88,7 +88,11 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     ]
     if path != norm:
         facts = [{**fact, "cam_layer": path} for fact in facts]
-    return Maps(_map_of(recorded, path, targets), facts)
+    layout, channels_last = _located(recorded, path)
+    both = recorded.features, recorded.backward(targets).features
+    pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]
+    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
+    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens), facts)
 
 
 def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
@@ -154,17 +158,6 @@ def _whole(trace: Trace) -> float:
     return _WHOLE_IN_HALF if half else _WHOLE
 
 
-def _map_of(trace: Trace, path: str, targets: Tensor) -> Tensor:
-    """Return the Grad-CAM map of the output of one module, [batch, rows, cols]."""
-    layout, channels_last = _located(trace, path)
-    stop = layout.patches.stop
-    both = trace.features, trace.backward(targets).features
-    pair = [_as_tokens(each[path], channels_last)[:, :stop] for each in both]
-    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
-    grid: Tensor = replace(layout, num_suffix_tokens=0).to_grid(tokens)
-    return grid
-
-
 def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:
     """Positive gradients of each layer's output with respect to its attention, averaged over heads, queries and layers.
 
@@ -182,23 +175,19 @@ def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:
     first = check_layer("start_layer", start_layer, len(paths))
     gradient: list[Tensor] = []
     with tracking("LeGrad", len(paths) - first) as progress:
-        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
-            # Only this layer: the layers above do not affect its output.
-            single = Trace(layers=[layer], model=trace.model, watch=trace.watch)
-            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1])).attentions
-            progress(1)
-    return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
-
-
-def _output_of(trace: TargetedTrace, tokens: Tensor, last: str) -> Tensor:
-    """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
-    with torch.inference_mode(False), torch.enable_grad():
         # In place of each other token that is read more than any patch.
         read = trace.readout > trace.readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
-        tokens = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens)
-        output = output_from_tokens(trace.model, trace.pixels, last, tokens)
-        scores = trace.outputs.required_scores(output, trace.model_info.id)
-        return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))
+        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
+            with torch.inference_mode(False), torch.enable_grad():
+                tokens = trace.features[path]
+                tokens = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens)
+                output = output_from_tokens(trace.model, trace.pixels, paths[-1], tokens)
+                scores = trace.outputs.required_scores(output, trace.model_info.id)
+                scores = scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))
+            # Only this layer: the layers above do not affect its output.
+            gradient += Trace(layers=[layer], model=trace.model, watch=trace.watch).gradients_of(scores).attentions
+            progress(1)
+    return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
 
 
 def layer_features(trace: Trace, layer: int) -> tuple[Tensor, TokenLayout]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -128,7 +128,14 @@ def resolve_targets(
     [tensor([1]), tensor([2])]
     """
     if is_per_image(targets) and probabilities is not None:
-        return [_given_targets(targets, probabilities, class_names)]
+        batch, count = probabilities.shape
+        array = np.asarray(targets.tolist()) if isinstance(targets, Tensor) else targets
+        if array.shape != (batch,) or array.dtype.kind not in "iuOU":
+            described = f"{array.dtype} {array.shape}"
+            raise OptionError(f"Expected an array of {batch} class indices, one for each image, got {described}.")
+        pairs = zip(array.tolist(), probabilities.argmax(dim=1).tolist(), strict=True)
+        classes = [top if each in (None, "top1") else class_index(each, count, class_names) for each, top in pairs]
+        return [torch.tensor(classes, device=probabilities.device)]
     several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
     given: Any = targets if several else [targets]
     requested: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
@@ -170,20 +177,9 @@ def requested_targets(target: Any, targets: Any) -> Any:
     return array
 
 
-def is_per_image(targets: Any) -> bool:
+def is_per_image(targets: Any) -> TypeGuard[NDArray[Any] | Tensor]:
     """Return True if targets are an array with a class for each image."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
-
-
-def _given_targets(targets: Any, probabilities: Tensor, class_names: Sequence[str] | None) -> Tensor:
-    batch, count = probabilities.shape
-    given = np.asarray(targets.tolist()) if isinstance(targets, Tensor) else targets
-    if given.shape != (batch,) or given.dtype.kind not in "iuOU":
-        described = f"{given.dtype} {given.shape}"
-        raise OptionError(f"Expected an array of {batch} class indices, one for each image, got {described}.")
-    pairs = zip(given.tolist(), probabilities.argmax(dim=1).tolist(), strict=True)
-    indices = [top if each in (None, "top1") else class_index(each, count, class_names) for each, top in pairs]
-    return torch.tensor(indices, device=probabilities.device)
 
 
 @dataclass(frozen=True, slots=True)
