@@ -141,10 +141,14 @@ class Explainer(RecordedModel):
             raise OptionError(f"Expected an image first, then the model: explain(image, model); got {given} second.")
         if not isinstance(model, Explainer):
             return cls(model, **settings)
-        device, config = settings.get("device"), settings.get("data_config")
-        same_device = device is None or torch.device(device).type == model.device.type
-        if settings.get("fit", "crop") not in ("crop", model.fit) or not same_device or config is not None:
-            raise OptionError(f"{'=, '.join(settings)}= differ from the given Explainer's: pass them to Explainer(…).")
+        device = settings.get("device")
+        differs = {
+            "fit": settings.get("fit", "crop") not in ("crop", model.fit),
+            "device": device is not None and torch.device(device).type != model.device.type,
+            "data_config": settings.get("data_config") is not None,
+        }
+        for name in filter(differs.get, differs):
+            raise OptionError(f"{name}= differs from the given Explainer's: create it with Explainer(…, {name}=…).")
         return model
 
     def has_target(self, targets: Any) -> bool:

@@ -168,9 +168,7 @@ def _matching(
     ranked = scores if index is None else scores[:, [index]]
     overlaps = torch.ones(len(scores)).double()
     if box is not None:
-        corners = np.array([placement.to_input(box[1], box[0]), placement.to_input(box[3], box[2])])
-        shares = (corners / placement.input_size)[:, ::-1]  # left, top; right, bottom
-        overlaps = iou(places, torch.from_numpy(shares.reshape(4).astype(np.float64)))
+        overlaps = iou(places, _input_shares(box, placement))
         if not overlaps.any():
             raise OutsideImageError(
                 f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
@@ -257,6 +255,14 @@ def iou(boxes: Tensor, box: Tensor) -> Tensor:
     common = (high - low).clamp_min(0.0).prod(dim=-1)
     sizes = (boxes[..., 2:] - boxes[..., :2]).clamp_min(0.0).prod(dim=-1) + (box[2:] - box[:2]).clamp_min(0.0).prod()
     return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
+
+
+def _input_shares(box: Box, placement: Placement) -> Tensor:
+    """Return a box of the image in shares of the model input, [4]."""
+    left, top, right, bottom = box
+    (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)
+    height, width = placement.input_size
+    return torch.tensor([x0 / width, y0 / height, x1 / width, y1 / height], dtype=torch.float64)
 
 
 def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]:

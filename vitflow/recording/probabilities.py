@@ -47,7 +47,7 @@ def note_on_range(trace: Trace, logits: Tensor, info: ModelInfo) -> str:
         cache[_kind] = _kind(call, read)
     logits_again = f"{'output' if isinstance(trace.output, Tensor) else 'output.logits'}.logit(eps=1e-6)"
     if cache[_kind] == "known":
-        remedy = f"Leave out the sigmoid of the model, or pass outputs=lambda output: {logits_again} and "
+        remedy = f"Leave out the sigmoid or softmax of the model, or pass outputs=lambda output: {logits_again} and "
         if info.outputs.function is not None:
             remedy = "Return logits, such as output.logit(eps=1e-6), from `outputs`, with "
         raise ModelError(
