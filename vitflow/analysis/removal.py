@@ -79,11 +79,13 @@ def removed_counts(patches: int, points: int) -> list[int]:
 
 
 def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
-    """Return the indices of a map's patches, highest first, ties in raster order.
+    """Return the indices of a map's patches, highest first, ties in raster order; ShapeError for values not finite.
 
     >>> patch_order(np.array([[0.1, 0.5], [0.5, 0.9]])).tolist()
     [3, 1, 2, 0]
     """
+    if not np.isfinite(grid).all():
+        raise ShapeError("Expected a map of finite values, got NaN or infinite ones.")
     return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
 
 
