@@ -41,6 +41,7 @@ for suffix in ("png", "svg", "pdf"):
     save_figure(figure, f"strip.{suffix}")
 """
 EXPLAIN = """
+import vitflow.folder.run
 from vitflow.cli import cli
 for method in ("rollout", "gae"):
     cli(["explain", IMAGE, "--model", "demo", "--method", method, "-o", "map.png"], standalone_mode=False)
@@ -56,7 +57,6 @@ QUESTIONS = {
     EXPLAIN: (0, "", HEAVY),
     "import vitflow": (0, "", "torch numpy"),
     "import vitflow.folder.decoders": (0, "", "torch cv2"),
-    "import vitflow.folder.run": (0, "", "matplotlib"),
     CHOOSE: (0, "rollout 0.3 min", "torch numpy"),
     DRAW: (0, "", "matplotlib.pyplot"),
 }
