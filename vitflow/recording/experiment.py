@@ -53,13 +53,8 @@ class Call:
         """Height and width of the model input."""
         return self.pixels.shape[-2], self.pixels.shape[-1]
 
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Results of experiments with the model and its weights as they are now."""
-        return self.state.cache
-
     def cached(self, key: Any, experiment: Callable[[], Result]) -> Result:
-        """Return the cached result of an experiment, which runs if there is none."""
+        """Return the result of an experiment, cached with the state of the model; it runs if there is none."""
         return self.state.cached(key, experiment)
 
     @contextmanager
@@ -103,7 +98,7 @@ class Call:
 
     def noise(self, images: int) -> Tensor:
         """Return different random pixels for some images, the same each time."""
-        noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+        noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(61), device="cpu")
         return noise.to(self.pixels.device, self.pixels.dtype)
 
 

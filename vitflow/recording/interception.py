@@ -75,11 +75,9 @@ class Interception(Listener, TorchFunctionMode):
         return True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _INTERCEPTED:
-            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         # flex_attention compiles itself, and torch 2.8 cannot trace what follows.
-        if torch.compiler.is_compiling() or not (name := self.running()):
+        if torch.compiler.is_compiling() or func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             return attend(self, *args, **kwargs)
