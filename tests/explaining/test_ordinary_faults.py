@@ -82,7 +82,7 @@ class _OfOneImage(nn.Module):
 def test_attention_of_one_image_at_a_time_is_named():
     parts = {"embed": nn.Conv2d(3, WIDTH, 8, 8), "head": nn.Linear(WIDTH, 5), "mixer": _OfOneImage()}
     model = Custom(lambda m, x: m.head(m.mixer(m.embed(x).flatten(2).transpose(1, 2)).mean(1)), **parts).eval()
-    with pytest.raises(UnsupportedModelError, match="one image at a time"):
+    with pytest.raises(UnsupportedModelError, match="computes attention of one image at a time"):
         explained(model, "rollout", layout=TokenLayout(0, 4, 4))
 
 

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
 from vitflow.recording.attention_kinds import other_attention
 
+#: Description of softmaxes over matrices without a batch axis.
+ONE_IMAGE = "attention of one image at a time, as matrices [tokens, tokens] that are not recorded"
 _SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
 _MANY_HEADS = signature(F.multi_head_attention_forward)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
@@ -122,7 +124,7 @@ class Interception(Listener, TorchFunctionMode):
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""
         if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
-            self.others.add("attention of one image at a time, as matrices [tokens, tokens] that are not recorded")
+            self.others.add(ONE_IMAGE)
         if output.ndim < 3 or dim is None:
             return
         query, key = self._factors_of(name, scores)

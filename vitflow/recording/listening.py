@@ -22,7 +22,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
 )
 from vitflow.recording.experiment import Call
-from vitflow.recording.interception import Interception
+from vitflow.recording.interception import ONE_IMAGE, Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing
 from vitflow.recording.layer_tokens import declared_layout
 from vitflow.recording.layers import (
@@ -296,13 +296,11 @@ class Listening(Interception):
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
         instead = " and ".join(sorted(self.others)) or "convolution or mixing of another kind"
+        unseen = "" if ONE_IMAGE in self.others else "No attention between tokens was seen in a forward pass: "
         remedy = "Use a model with full attention"
         if self.tokens is None:
             remedy += ", such as a timm vit_*, deit_* or dinov2 model; or use input_gradient, sampling or occlusion"
-        return NoAttentionError(
-            f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
-            f"{instead}. {remedy}."
-        )
+        return NoAttentionError(f"{unseen}{type(self.model).__name__} computes {instead}. {remedy}.")
 
 
 def _has_other_sums(attention: Tensor) -> bool:
