@@ -98,7 +98,7 @@ def layers_of_image(call: Call) -> Layers:
 
 def known_layers(call: Call) -> Layers | None:
     """Return `layers_of_image` if a run or a recorded pass has shown them."""
-    known: Layers | None = call.cache.get((layers_of_image, *call.pixels.shape[1:]))
+    known: Layers | None = call.state.cache.get((layers_of_image, *call.pixels.shape[1:]))
     return known
 
 

@@ -315,7 +315,7 @@ class record_attention:
         if not self._attention:
             return
         self._listening.observed = call
-        if self._reads or self._within or (projections_of, *call.pixels.shape[1:]) in call.cache:
+        if self._reads or self._within or (projections_of, *call.pixels.shape[1:]) in call.state.cache:
             self._listening.observe()
         else:
             self._listening.modules = known_layers(call) or Layers()
