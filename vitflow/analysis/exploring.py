@@ -247,7 +247,6 @@ class _Explorer:
             else each
             for each in choose_methods(names, {})
         ]
-
         specific = any(each.method.class_specific for each in plain)
         arguments: dict[str, Any] = {"targets": self.targets if specific else None, "names": [image.name]}
         if self.methods is not None:

@@ -163,12 +163,12 @@ def _by_class(columns: Sequence[Sequence[Sequence[Saliency]]], limits: Limits | 
             yield [Column("Image"), *(Column("", group=group) for _ in row)], [cells]
 
 
-def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = (), most: int = _MOST_MAPS) -> Figure:
-    """Draw the maps of generated words of an image, at most `most` in a row, and name the words without a map."""
+def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Figure:
+    """Draw the maps of generated words of an image, and name the words without a map."""
     strip = Strip(Pen(1.5))
     photograph = Cell(strip.pen.photograph(maps[0].image), (), (image_name(maps[0].source),))
     bands: list[Band] = []
-    for row in in_rows(maps, most):
+    for row in in_rows(maps, _MOST_MAPS):
         heads = [Column(each.label, f"{each.facts['on_image']:.0%} on the image") for each in row]
         bands.append(([Column("Image"), *heads], [[[photograph], *([strip.cell(each)] for each in row)]]))
     method = captions.method_in_words(maps[0].definition, maps[0].options)

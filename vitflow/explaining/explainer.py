@@ -309,8 +309,8 @@ class Explainer(RecordedModel):
                 failed = [members[index] for index in error.images]
                 named = [printable(images[index].name) or f"image {index + 1}" for index in failed]
                 listed = f"{', '.join(named[:_LISTED])}{', …' if len(named) > _LISTED else ''}"
-                counts = f"{len(failed)} of {len(images)} images ({listed})"
-                raise NoGradientError(f"{counts}: {error} {_OTHERS}", failed) from error
+                counted = f"{len(failed)} of {len(images)} images ({listed}): {error} {_OTHERS}"
+                raise NoGradientError(counted, failed) from error
             for index, maps in zip(members, by_image, strict=True):
                 results[index] = maps
         return results

@@ -83,11 +83,8 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
         recorded, path, shares = _recorded_layer(trace, layer)
     else:
         recorded, path, shares = trace, norm, share_of(trace, targets, norm)
-    facts: list[dict[str, Any]] = [
-        {} if share >= _whole(trace) else {"cam_share": round(share, 3)} for share in shares.tolist()
-    ]
-    if path != norm:
-        facts = [{**fact, "cam_layer": path} for fact in facts]
+    lower: dict[str, Any] = {} if path == norm else {"cam_layer": path}
+    facts = [lower | ({} if share >= _whole(trace) else {"cam_share": round(share, 3)}) for share in shares.tolist()]
     layout, channels_last = _located(recorded, path)
     both = recorded.features, recorded.backward(targets).features
     pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]

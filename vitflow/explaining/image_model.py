@@ -235,14 +235,9 @@ class ImageModel:
         return output
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
-        """Run the model in eval mode and return its logits, [batch, classes].
+        """Run the model in eval mode on inputs [batch, channels, height, width] and return logits [batch, classes].
 
-        Args:
-            pixels: model inputs, [batch, channels, height, width].
-            outputs: by default the outputs of the explainer.
-
-        Raises:
-            ModelError: the model's output contains no logits.
+        They are those of `outputs`, by default the explainer's; ModelError if the model's output contains none.
         """
         with evaluating(self.model):
             output = self.forward(pixels.clone())  # the model may change it in place

@@ -204,12 +204,8 @@ def _features(
     """Return the arguments that let a package perturb whole patches, and required baselines."""
     options: dict[str, Any] = {}
     if "feature_mask" in attribute:
-        options["feature_mask"] = (
-            cell_owners(pixels.shape[-2], pixels.shape[-1], rows, cols, extent)
-            .expand(1, *pixels.shape[1:])
-            .contiguous()
-            .to(pixels.device)
-        )
+        owners = cell_owners(pixels.shape[-2], pixels.shape[-1], rows, cols, extent).to(pixels.device)
+        options["feature_mask"] = owners.expand(1, *pixels.shape[1:]).contiguous()
     if "sliding_window_shapes" in attribute:
         window = (pixels.shape[1], pixels.shape[2] // rows, pixels.shape[3] // cols)
         options |= {"sliding_window_shapes": window, "strides": window}

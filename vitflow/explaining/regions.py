@@ -34,21 +34,13 @@ _SAME = 0.5  # detections of one class with a larger IoU are of one object
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """A detection, or a class inside a region, of one image.
+    """A detection, or a class inside a region, of one image."""
 
-    Attributes:
-        index: the class index.
-        place: index of the query; or the weights of a region, [height, width].
-        box: of a detection, [4] in shares of the model input.
-        facts: facts about the map.
-        outline: the region in pixels of the image, bool [height, width].
-    """
-
-    index: int
-    place: Any
-    box: Tensor | None = None
+    index: int  # of the class
+    place: Any  # index of the query; or the weights of a region, [height, width]
+    box: Tensor | None = None  # of a detection, [4] in shares of the model input
     facts: dict[str, Any] = field(default_factory=dict)
-    outline: NDArray[np.bool_] | None = None
+    outline: NDArray[np.bool_] | None = None  # of a region, [height, width] of the image
 
 
 @dataclass(eq=False)

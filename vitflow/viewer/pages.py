@@ -156,8 +156,8 @@ def write_report(
     failures: Sequence[Mapping[str, Any]],
     counts: Mapping[str, int],
     *,
-    named: Mapping[str, tuple[str, str]] | None = None,
-    labels: str | None = None,
+    named: Mapping[str, tuple[str, str]],
+    labels: str | None,
     per_page: int = 300,
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
@@ -179,7 +179,6 @@ def write_report(
         per_page: number of images per page.
     """
     drawing, remaining = run["drawing"], iter(images)
-    named = named or {label: (label, "") for label in run["methods"]}
     soft = is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
     count = max(-(-counts["explained"] // per_page), 1)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
@@ -241,10 +240,7 @@ def _classes(row: Mapping[str, Any], names: Names) -> dict[str, Any]:
         return "" if index is None else names[index] if names and index < len(names) else f"class {index}"
 
     others = [[name_of(index), value] for index, value in row.get("top") or () if index != row["class_index"]]
-    classes: dict[str, Any] = {
-        "prediction": name_of(row.get("predicted_index")),
-        "others": others[:3],
-    }
+    classes: dict[str, Any] = {"prediction": name_of(row.get("predicted_index")), "others": others[:3]}
     if (truth := row.get("truth")) is not None:
         classes |= {"truth": name_of(truth), "wrong": truth != row.get("predicted_index")}
     return classes
