@@ -94,7 +94,7 @@ def test_the_pair_is_requested_by_its_name(scenes: list[Scene]) -> None:
 
 
 def test_words_that_it_does_not_know_are_reported() -> None:
-    with pytest.warns(VitflowWarning, match="does not know the words 'grey', 'circle'.*It knows: .*disc.*heart"):
+    with pytest.warns(VitflowWarning, match="does not know the words 'grey', 'circle'"):
         Explainer("demo-text", outputs=prompts(["a red heart", "a grey circle"]))
 
 
