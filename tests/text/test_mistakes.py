@@ -131,7 +131,7 @@ MISTAKES = [
     (lambda: seen(image=None, through_tower=True), OptionError, "require image"),
     (lambda: seen(image=None, blank=True), OptionError, "requires an image"),
     (lambda: seen(processor=image_processor()), OptionError, "images and text .*LlavaImageProc"),
-    (lambda: seen(processor=None), OptionError, "not loaded by name"),
+    (lambda: seen(processor=None), ModelError, "not loaded by name: pass processor="),
     (lambda: seen(max_new_tokens=2000), OptionError, "positions for 1024, got 2000"),
     (lambda: seen("qwen2_5_vl", through_tower=True), UnsupportedModelError, "window attention: omit through_tower"),
     (lambda: seen("llava_next", through_tower=True), UnsupportedModelError, "5 inputs for 2 token grids"),
@@ -156,7 +156,7 @@ MISTAKES = [
     (lambda: encoded(video=[photograph()], processor=prepares()), OptionError, "omit video"),
     (lambda: encoded(through_tower=True, **AN_IMAGE), OptionError, "through_tower"),
     (lambda: encoded(**{**AN_IMAGE, "image": [photograph(), photograph()]}), OptionError, "one image .*, got 2"),
-    (lambda: encoded(image=photograph()), OptionError, "not loaded"),
+    (lambda: encoded(image=photograph()), ModelError, "not loaded"),
 ]
 
 

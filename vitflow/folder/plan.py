@@ -27,8 +27,6 @@ from vitflow.folder.columns import Row
 
 # Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255
-# Maximal number of files of a source that are listed only to count those in subfolders.
-_MOST_COUNTED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +136,15 @@ def list_inputs(
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
     root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
     files: dict[str, str] = {}
-    deeper, unread, real_output = set[str](), Counter[str](), os.path.realpath(output)
+    unread, real_output = Counter[str](), os.path.realpath(output)
     for path in absolute:
         for file in _files(path, recursive, glob, real_output, unread):
             files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
-    for path in () if recursive else absolute:
-        below = _files(path, True, glob, real_output, Counter())
-        deeper |= {Path(os.path.relpath(file, root)).as_posix() for file in itertools.islice(below, _MOST_COUNTED)}
-    left_out = sum("masks" not in key.split("/") for key in deeper - files.keys())
     notes = [unread_in_words(unread)] if unread else []
-    if left_out:
-        images = f"{'at least ' if left_out >= _MOST_COUNTED else ''}{left_out} image{'s' if left_out > 1 else ''}"
-        notes.append(f"{images} in subfolders left out: --recursive (recursive=True) includes subfolders.")
+    deeper = (file for path in absolute for file in _files(path, True, glob, real_output, Counter()))
+    left_out = (Path(os.path.relpath(file, root)) for file in deeper)
+    if not recursive and any("masks" not in path.parts and path.as_posix() not in files for path in left_out):
+        notes.append("Images in subfolders are left out: --recursive (recursive=True) includes them.")
     keys = _in_order(files, paths, glob, notes)[:limit]
     for note in notes:
         warnings.warn(note, VitflowWarning, stacklevel=3)

@@ -16,13 +16,7 @@ from vitflow.errors import OptionError, check_known, printable, stops_all
 from vitflow.explaining.applying import needs_gradients
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import (
-    Contrast,
-    Target,
-    check_class_specific,
-    contrasts_among,
-    resolve_targets,
-)
+from vitflow.explaining.targets import Contrast, Target, check_class_specific, contrasts_among, resolve_targets
 from vitflow.files import in_file_name
 from vitflow.folder.columns import Row, failed_row, placement_row
 from vitflow.folder.decoders import Decoded

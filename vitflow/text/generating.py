@@ -83,11 +83,7 @@ def explain_generation(
         options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
             causal="raw" (default "receptive_field"), head_fusion="max" or preset="paper".
 
-    Encoder and decoder form one graph. Rollout propagates from a generated token down through the layers of the
-    decoder, each with two steps, self-attention and cross-attention, both with a residual connection, and through the
-    encoder: the share of the source is the sum over layers of decoder rollout above · cross-attention · encoder
-    rollout. Flow uses the same graph, raw attention the cross-attention only, and "gae" the rules of Chefer et al.,
-    ICCV 2021. `layers` refers to the decoder, `start_layer` to the encoder.
+    For encoder-decoder models, `layers` refers to the decoder, `start_layer` to the encoder.
 
     Raises:
         VitflowError: invalid model or option; the message names it and the remedy.
@@ -191,7 +187,7 @@ def _encoder_decoder(request: _Request) -> Generation:
         )
     if request.image is not None and getattr(model, "main_input_name", "") == "pixel_values":
         if isinstance(inputs, str) and inputs:
-            tokenizer = languages.tokenizer_of(model, request.tokenizer)
+            tokenizer = languages.part_of("tokenizer", model, request.tokenizer)
             begin = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
             request = replace(request, tokenizer=tokenizer, generate={**request.generate, "decoder_input_ids": begin})
         inputs, images = with_source(model, request.image, request.processor, request.layout)
@@ -208,7 +204,9 @@ def _encoder_decoder(request: _Request) -> Generation:
 
 def _generated(request: _Request) -> _Text:
     """Generate the text."""
-    tokenizer = languages.tokenizer_of(request.model, request.tokenizer, required=isinstance(request.inputs, str))
+    tokenizer = languages.part_of(
+        "tokenizer", request.model, request.tokenizer, required=isinstance(request.inputs, str)
+    )
     arguments = languages.generate_arguments(request.inputs, tokenizer, request.model, request.generate)
     with evaluating(request.model), torch.no_grad():
         ids, start = _generate(request.model, arguments)

@@ -52,17 +52,17 @@ def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> 
         return kind.from_pretrained(name, **options)
 
 
-def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = True) -> Any:
-    """Return the tokenizer given as argument, else the one saved with the model; None if there is none."""
-    if tokenizer is not None:
-        return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
-    name = library_id(model)
+def part_of(part: str, model: nn.Module, given: Any = None, *, required: bool = True) -> Any:
+    """Return the tokenizer or processor given as argument, else the one saved with the model; None if there is none."""
+    if callable(given):
+        return given
+    name = library_id(model) if given is None else given
     try:
         if name is None:
-            raise ModelError(f"{type(model).__name__} was not loaded by name: pass tokenizer=.")
-        return _load_part("tokenizer", name)
+            raise ModelError(f"{type(model).__name__} was not loaded by name: pass {part}=.")
+        return load_processor(name) if part == "processor" else _load_part(part, name)
     except ModelError:
-        if required:
+        if required or given is not None:
             raise
         return None
 
@@ -222,7 +222,7 @@ def generate_arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: 
     if not sees:
         arguments = _unpadded(model, arguments)
     if generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
-        arguments["tokenizer"] = tokenizer_of(model, tokenizer)
+        arguments["tokenizer"] = part_of("tokenizer", model, tokenizer)
     _check_length(model, arguments)
     device = device_of(model)
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}

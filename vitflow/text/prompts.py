@@ -21,10 +21,9 @@ from vitflow.images.reading import image_name, read_image
 from vitflow.images.videos import seconds_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import read_layout
-from vitflow.models.parts import library_id
 from vitflow.recording.recorder import record_attention
 from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
-from vitflow.text.languages import load_processor
+from vitflow.text.languages import part_of
 from vitflow.text.words import Words, words_of
 from vitflow.viewer.pages import data_uri, pack_half, thumbnail
 
@@ -187,7 +186,7 @@ def with_images(
             "video": "Pass some frames as images, image=[…].",
         }
         raise UnsupportedModelError(f"{type(model).__name__} has no {kind} token in its vocabulary. {remedy[kind]}")
-    processor = _processor_of(model, processor)
+    processor = part_of("processor", model, processor)
     if not hasattr(processor, "tokenizer"):
         raise OptionError(
             f"Expected a processor for images and text for {type(model).__name__}, got {type(processor).__name__}, "
@@ -234,7 +233,7 @@ def with_source(model: Any, image: Any, processor: Any, layout: Layout) -> tuple
     images, names = _read(image)
     if len(images) != 1:
         raise OptionError(f"Expected one image for {type(model).__name__}, got {len(images)}: pass one at a time.")
-    processor = _processor_of(model, processor)
+    processor = part_of("processor", model, processor)
     image_processor = getattr(processor, "image_processor", processor)
     inputs = {"pixel_values": image_processor(images=[Image.fromarray(images[0])], return_tensors="pt")["pixel_values"]}
     if layout is None:
@@ -257,15 +256,6 @@ def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
     if not images:
         raise OptionError("Expected one or several images, got an empty list: omit image.")
     return [read_image(image) for image in images], tuple(image_name(image) for image in images)
-
-
-def _processor_of(model: nn.Module, processor: Any) -> Any:
-    processor = library_id(model) if processor is None else processor
-    if processor is None:
-        raise OptionError(
-            f"Expected a processor for {type(model).__name__}, which was not loaded by name: pass processor=."
-        )
-    return processor if callable(processor) else load_processor(processor)
 
 
 def _with_token(prompt: str, processor: Any, kind: str, count: int) -> str:

@@ -20,7 +20,7 @@ from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
 from vitflow.registry.option_types import TextOptions
-from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
+from vitflow.text.languages import check_text, load_language_model, part_of, predicts_words, reading
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption
 from vitflow.text.page import TextPage, TextRow
@@ -185,10 +185,10 @@ def explain_text(
     definition, used = text_method(method, options)
     if isinstance(model, nn.Module):
         model = unwrap(model)
-        tokenizer = tokenizer_of(model, tokenizer)
+        tokenizer = part_of("tokenizer", model, tokenizer)
     else:
         model, default = load_language_model(model, trust_remote_code=trust_remote_code)
-        tokenizer = default if tokenizer is None else tokenizer_of(model, tokenizer)
+        tokenizer = default if tokenizer is None else part_of("tokenizer", model, tokenizer)
     inputs, words = _encode(text, tokenizer, model)
     with reading(model):
         causal = is_causal(model)

@@ -20,15 +20,7 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import DPI
 from vitflow.images.figures import bundle, save_figure
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
-from vitflow.text.words import (
-    PATCHES,
-    Label,
-    RowSummary,
-    Words,
-    check_weights,
-    labels_of,
-    percent,
-)
+from vitflow.text.words import PATCHES, Label, RowSummary, Words, check_weights, labels_of, percent
 
 # RGB of positive and negative weights.
 _POSITIVE = (43 / 255, 95 / 255, 179 / 255)

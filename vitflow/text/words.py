@@ -17,17 +17,8 @@ will with would you your
 #: English stop words, to hide in views.
 ENGLISH_STOP_WORDS = frozenset(_STOP_WORDS.split())
 
-# Visible replacements of whitespace and zero-width characters.
-_SHOWN = {
-    "\n": "↵",
-    "\r": "␍",
-    "\t": "⇥",
-    "\u00a0": "⍽",
-    "\u200b": "⟨ZWSP⟩",
-    "\u200c": "⟨ZWNJ⟩",
-    "\u200d": "⟨ZWJ⟩",
-    "\ufeff": "⟨BOM⟩",
-}
+# Visible replacements of whitespace; other invisible characters are escaped.
+_SHOWN = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u200c": "⟨ZWNJ⟩", "\u200d": "⟨ZWJ⟩"}
 
 
 @dataclass(frozen=True, slots=True)
