@@ -13,14 +13,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import transformers
 from click.testing import CliRunner
 from PIL import Image
 
 import vitflow
+from tests.app.conftest import UNKNOWN
 from tests.app.served import serving
-from tests.explaining.test_regions import yolos
-from tests.pairs import save_siglip
 from tests.viewer.waiting import until
 from vitflow.app import serve
 from vitflow.cli import cli
@@ -29,29 +27,6 @@ from vitflow.errors import ModelError, OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = sample_images()[0]
-UNKNOWN = "vit_small_patch16_224.augreg_in21k_ft_in1k"  # not in the cache of the tests, which are offline
-
-
-@pytest.fixture(scope="module")
-def siglip(tmp_path_factory) -> str:
-    return str(save_siglip(tmp_path_factory.mktemp("siglip")))
-
-
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory) -> str:
-    """A small YOLOS with random weights, in a folder with its processor."""
-    path = tmp_path_factory.mktemp("yolos")
-    yolos().save_pretrained(path)
-    transformers.YolosImageProcessor(size={"height": 64, "width": 64}).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory, siglip, detector):
-    """The page as a process of its own serves it."""
-    pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    with serving(tmp_path_factory.mktemp("gradio"), "demo", siglip, detector, UNKNOWN) as served:
-        yield served
 
 
 @pytest.fixture

@@ -5,19 +5,11 @@ import json
 import httpx
 import pytest
 
-from tests.app.served import serving
 from vitflow.demo import sample_images
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
 SAMPLE = sample_images()[0]
 META = {"_type": "gradio.FileData"}
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The page in a process of its own."""
-    with serving(tmp_path_factory.mktemp("gradio"), "demo") as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
