@@ -193,31 +193,22 @@ def merge_maps(
     array([[1., 2.]], dtype=float32)
     """
     size = placements[0].image_size
-    edges = [
-        [_edges(placement, axis, grid.shape[axis]) for placement, grid in zip(placements, grids, strict=True)]
-        for axis in (0, 1)
-    ]
+    edges = []
+    for grid, placement in zip(grids, placements, strict=True):
+        left, top, right, bottom = placement.area((grid.shape[0], grid.shape[1]))
+        edges.append((np.linspace(top, bottom, grid.shape[0] + 1), np.linspace(left, right, grid.shape[1] + 1)))
     counts = [
-        max(1, min(round(side / min(float(pair[1] - pair[0]) for pair in of_axis)), side))
-        for side, of_axis in zip(size, edges, strict=True)
+        max(1, min(round(side / min(float(each[axis][1] - each[axis][0]) for each in edges)), side))
+        for axis, side in enumerate(size)
     ]
     painted = np.zeros(counts)
-    for grid, *pair in zip(grids, *edges, strict=True):
-        rows, cols = (_shares(of_axis, side, count) for of_axis, side, count in zip(pair, size, counts, strict=True))
+    for grid, of_grid in zip(grids, edges, strict=True):
+        rows, cols = (
+            overlaps(along, np.arange(count + 1) * (side / count)) / np.diff(along)  # the share of each patch in a cell
+            for along, side, count in zip(of_grid, size, counts, strict=True)
+        )
         painted += rows @ grid @ cols.T
     return painted.astype(np.float32), Placement(size, size, (0, 0), size)
-
-
-def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
-    """Return the boundaries of a grid's patches along an axis of the image, [count + 1]."""
-    start, length = placement.cells((count, count))[axis]
-    along = start + np.arange(count + 1, dtype=np.float64) * (length / count)
-    return placement.to_image(along, along)[axis]
-
-
-def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
-    """Return the share of each patch along an axis in each of `count` cells of the image, [cells, patches]."""
-    return overlaps(edges, np.arange(count + 1) * (side / count)) / np.diff(edges)
 
 
 def _neighbours(

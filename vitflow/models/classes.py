@@ -101,7 +101,7 @@ def _synonyms(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [tuple(map(_plain, names)) for names in every]
 
 
-def _close(query: str, synonyms: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
+def _close(query: str, synonyms: Sequence[tuple[str, ...]]) -> list[int]:
     """Return the classes most similar to a query.
 
     Names that contain all words of the query, or the most similar words, come first, then names with one of them, then
@@ -120,7 +120,7 @@ def _close(query: str, synonyms: Sequence[tuple[str, ...]], most: int = 5) -> li
             different = set(names)
             contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
             ranked.append((not shares, -contain, -similarity, i))
-    return [i for *_, i in sorted(ranked)[:most]]
+    return [i for *_, i in sorted(ranked)[:5]]
 
 
 @cache
