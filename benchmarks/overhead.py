@@ -62,7 +62,6 @@ def with_gradients(model: torch.nn.Module, pixels: torch.Tensor, *, method: str)
     with torch.inference_mode(False), torch.enable_grad():
         trace = explainer._run_recorded(pixels, explainer.outputs, reads=reads, **recording_options([chosen], model))
         targeted = explainer.targeted(trace, trace.logits.argmax(dim=1))
-        targeted.backward()
         make_maps(chosen.method, chosen.options, targeted)
 
 

@@ -13,6 +13,7 @@ from tests import literal_vit
 from vitflow import Explainer, compare
 from vitflow.errors import ModelError, OptionError
 from vitflow.methods.cells import centre_prior, random_map
+from vitflow.models.blocks import block_norms
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method, get_method, register_method
 
@@ -218,7 +219,7 @@ def test_a_method_is_given_gradients_and_features(monkeypatch):
     monkeypatch.setattr("vitflow.registry.method_table.METHODS", {})  # undone after the test
 
     def gradient_times_feature(trace, *, layer):
-        path = trace.block_norms[layer - 1]
+        path = block_norms(trace.model)[layer - 1]
         tokens = (trace.features[path] * trace.backward().features[path]).sum(-1)
         return trace.layout.to_grid(tokens)
 

@@ -88,7 +88,7 @@ def test_every_family_is_recorded_as_it_comes(name, where, sees):
     assert state_of(model) == before and generators() == random
     real = given["attention_mask"].bool()
     assert (answer - plain)[real].abs().max() <= 1e-5 * plain.abs().max()
-    assert len(trace.layers) == len(joined) == 2 and len(trace.streams) == 1
+    assert len(trace.layers) == len(joined) == 2 and len(trace.layers.streams) == 1
     for layer, output in zip(trace.layers, joined, strict=True):
         heads, values = layer.heads, layer.values
         assert heads is not None and values is not None
@@ -234,12 +234,12 @@ def test_the_streams_of_an_encoder_decoder_are_distinguished():
         with record_attention(model) as trace:
             answer = model(**given).logits
     torch.testing.assert_close(answer, plain, atol=1e-5, rtol=1e-5)
-    shapes = {name: tuple(layers[0].heads.shape) for name, layers in trace.streams.items()}
+    shapes = {name: tuple(layers[0].heads.shape) for name, layers in trace.layers.streams.items()}
     assert shapes == {"encoder": (2, 4, 12, 12), "decoder": (2, 4, 5, 5), "decoder.cross_attention": (2, 4, 5, 12)}
-    assert len(trace.of_stream("decoder").attentions) == 2
-    assert attention_rollout(trace.of_stream("encoder").fused()).shape == (2, 12, 12)
+    assert len(trace.layers.of_stream("decoder").attentions) == 2
+    assert attention_rollout(trace.layers.of_stream("encoder").fused()).shape == (2, 12, 12)
     with pytest.raises(OptionError, match=r"Unknown stream of tokens 'decodr'.*decoder\.cross_attention"):
-        trace.of_stream("decodr")
+        trace.layers.of_stream("decodr")
     with pytest.raises(UnsupportedModelError, match=r"The input of T5ForConditionalGeneration is text.*explain_text"):
         assert trace.layout
 
@@ -263,10 +263,10 @@ def test_the_streams_of_a_model_that_sees_and_reads_are_distinguished():
         with record_attention(model) as trace:
             answer = model(**given).logits
     torch.testing.assert_close(answer, plain, atol=1e-5, rtol=1e-5)
-    sizes = {name: tuple(layers[0].heads.shape[-2:]) for name, layers in trace.streams.items()}
+    sizes = {name: tuple(layers[0].heads.shape[-2:]) for name, layers in trace.layers.streams.items()}
     assert list(sizes.values()) == [(17, 17), (20, 20)]
     assert ["vision" in name for name in sizes] == [True, False]
-    row = attention_rollout(trace.of_stream(list(sizes)[1]).fused(), causal="receptive_field")[0, -1]
+    row = attention_rollout(trace.layers.of_stream(list(sizes)[1]).fused(), causal="receptive_field")[0, -1]
     assert row.shape == (20,) and row.sum() == pytest.approx(1)
 
 

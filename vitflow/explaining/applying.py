@@ -34,6 +34,12 @@ def needs_gradients(chosen: Chosen) -> bool:
     return any("gradients" in each.method.needs for each in chosen)
 
 
+def _reads_pixel_gradients(chosen: ChosenMethod) -> bool:
+    """Return True if a method may read gradients with respect to the pixels, as neither attention nor features."""
+    needs = chosen.method.needs
+    return "gradients" in needs and not needs & {"attention", "heads", "features"}
+
+
 def starts_at_readout(chosen: ChosenMethod) -> bool:
     """Return True if a map starts at the tokens from which the output is computed."""
     return bool(chosen.method.needs & {"attention", "heads"}) and chosen.options.get("patch") is None
@@ -117,7 +123,8 @@ def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor
         trace.targets = target
         started = time.perf_counter()
         if gradients:
-            trace.backward()  # shared by all methods; counted in the seconds of each
+            # Shared by all methods; counted in the seconds of each.
+            trace.backward(pixels=any(map(_reads_pixel_gradients, chosen)))
         backward = time.perf_counter() - started
         for position, each in enumerate(chosen):
             specific = [each.method.class_specific] * len(by_image)

@@ -23,6 +23,7 @@ from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
 from vitflow.recording.frozen import attending_blocks, frozen_pass
 from vitflow.recording.isolation import evaluating
+from vitflow.recording.layers import RecordedLayers
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
@@ -86,7 +87,7 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     lower: dict[str, Any] = {} if path == norm else {"cam_layer": path}
     facts = [lower | ({} if share >= _whole(trace) else {"cam_share": round(share, 3)}) for share in shares.tolist()]
     layout, channels_last = _located(recorded, path)
-    both = recorded.features, recorded.backward(targets).features
+    both = recorded.features, recorded.backward(targets, pixels=False).features
     pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
     return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens), facts)
@@ -96,7 +97,7 @@ def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
     """Return True if the targets have a gradient at the patches of a module that runs, or its patches are unknown."""
     if path not in trace.features or (located := trace.feature_layouts[path]) is None:
         return path in trace.features
-    gradient = _as_tokens(trace.backward(targets).features[path], located[1])
+    gradient = _as_tokens(trace.backward(targets, pixels=False).features[path], located[1])
     return bool(gradient[:, located[0].patches].any())
 
 
@@ -182,7 +183,8 @@ def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:
                 scores = trace.outputs.required_scores(output, trace.model_info.id)
                 scores = scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))
             # Only this layer: the layers above do not affect its output.
-            gradient += Trace(layers=[layer], model=trace.model, watch=trace.watch).gradients_of(scores).attentions
+            single = Trace(layers=RecordedLayers([layer]), model=trace.model, watch=trace.watch)
+            gradient += single.gradients_of(scores).attentions
             progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
 

@@ -22,7 +22,7 @@ from vitflow.models.anatomy import pool_queries
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.progress import tracking
-from vitflow.recording.layers import Backward
+from vitflow.recording.backward import Backward
 from vitflow.recording.parallel import remember_lower_layers
 from vitflow.recording.trace import Trace
 
@@ -100,9 +100,9 @@ class TargetedTrace(Trace):
         rows, cols = self.grid(patch_size)
         return {"rows": rows, "cols": cols, "extent": self.extent_of((rows, cols))}
 
-    def backward(self, targets: Tensor | None = None) -> Backward:
+    def backward(self, targets: Tensor | None = None, *, pixels: bool = True) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""
-        return Trace.backward(self, self.class_indices if targets is None else targets)
+        return Trace.backward(self, self.class_indices if targets is None else targets, pixels=pixels)
 
     def predict(self, pixels: Tensor) -> Tensor:
         """Return the probabilities [batch, classes] of other model inputs."""
@@ -181,7 +181,7 @@ def _through_layers(
         start = min(number, count)
         starts[start] = starts[start] + weights if start in starts else weights
     passed = [layer.passed for layer in trace.layers[:count]]
-    windows = trace.windows(matrices)[:count]
+    windows = trace.layers.windows(matrices)[:count]
     row, layout = staged_rollout(windows, tokens[:count], readout=starts, passed=passed, **options)
     return Maps(layout.to_grid(row))
 
@@ -201,7 +201,7 @@ def _for_the_class(
 
     An attention-pooling head is treated like a layer: its readout is its fused (A ⊙ ∇A)⁺, rows summing to 1.
     """
-    gradient = trace.backward()
+    gradient = trace.backward(pixels=False)
     matrices = rollouts.gradient_weighted_attention(
         trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion
     )
@@ -240,7 +240,7 @@ def rollout(
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the (finest) patch grid."""
-    readouts, matrices = _readouts(trace, patch), trace.fused_values(head_fusion, value_weighted)
+    readouts, matrices = _readouts(trace, patch), trace.layers.fused_values(head_fusion, value_weighted)
     end = check_layer("end_layer", end_layer, len(trace.layers)) + 1
     start = middle_layer(trace, min(readouts)) if isinstance(start_layer, str) else start_layer
     start = check_layer("start_layer", start, end) + 1

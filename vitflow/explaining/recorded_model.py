@@ -145,7 +145,7 @@ class RecordedModel(ImageModel):
             trace = self._recorded_pass(pixels, outputs, **options)
         if trace.refusal is not None:
             return trace
-        if trace.discards_other_values():
+        if trace.layers.discards_other_values():
             return self._recorded_pass(pixels, outputs, cut=self._cut, **options | {"discard_ratio": 0.0})
         return trace
 

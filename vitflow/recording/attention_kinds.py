@@ -204,7 +204,7 @@ def refusal_of_text(model: nn.Module) -> str:
     """Return why rollout and flow give no map for a text input."""
     return (
         f"The input of {type(model).__name__} is text, which has no image positions and no readout: use "
-        "vitflow.text.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams groups its layers."
+        "vitflow.text.explain_text, or vitflow.attention_rollout(trace.fused()); trace.layers.streams groups them."
     )
 
 

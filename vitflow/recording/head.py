@@ -42,7 +42,7 @@ class BlockRun:
 
 
 class HeadWatch:
-    """Hooks that cut the graph of a forward pass after each block, and keep the norms and pooling heads above.
+    """Hooks that cut the graph of a forward pass after each block, and keep what is computed above.
 
     Args:
         blocks: paths of the blocks.
@@ -52,7 +52,8 @@ class HeadWatch:
     Attributes:
         image: the pixels in the graph, if it is cut.
         runs: the runs of the blocks.
-        norms, poolings: outputs of norms and of pooling heads that ran after the last block.
+        above: outputs of norms, of modules around the last block ("container"), and of pooling heads that ended after
+            the last block, with their kinds.
         num_tokens: number of tokens that the latest block returned, if it was a sequence.
     """
 
@@ -64,8 +65,7 @@ class HeadWatch:
         """Forget the previous forward pass."""
         self.image: Tensor | None = None
         self.runs: list[BlockRun] = []
-        self.norms: list[Tensor] = []
-        self.poolings: list[Tensor] = []
+        self.above: list[tuple[str, Tensor]] = []
         self.num_tokens: int | None = None
         self._entered: dict[str, Tensor | None] = {}
 
@@ -88,10 +88,8 @@ class HeadWatch:
                 yield Hook(module, partial(self._enter, path), before=True)
                 # First, as other hooks may replace the tokens.
                 yield Hook(module, partial(self._leave, path), before=False, always=self.cut, first=True)
-            elif self.cut and is_pooling(path, module):
-                yield Hook(module, partial(self._keep, True), before=False, first=True)
-            elif self.cut and "norm" in type(module).__name__.lower() and not module._modules:
-                yield Hook(module, partial(self._keep, False), before=False, first=True)
+            elif self.cut and (kind := self._kind(path, module)):
+                yield Hook(module, partial(self._keep, kind), before=False, first=True)
 
     def is_cut_after(self, blocks: Sequence[str]) -> bool:
         """Return True if the graph of the pass was cut after these blocks, and no others."""
@@ -126,14 +124,20 @@ class HeadWatch:
             before = self.runs[-1]
             entered, before.passed_on = before.leaf if entered is before.passed_on else entered, before.leaf
         self.runs.append(BlockRun(path, leaf, passed_on, tokens if tokens.requires_grad else None, entered))
-        self.norms.clear()
-        self.poolings.clear()
+        self.above.clear()
         return with_tokens(output, passed_on)
 
-    def _keep(self, pools: bool, args: Any, output: Any) -> None:
+    def _kind(self, path: str, module: nn.Module) -> str:
+        if is_pooling(path, module):
+            return "pooling"
+        if "norm" in type(module).__name__.lower() and not module._modules:
+            return "norm"
+        return "container" if self.blocks and self.blocks[-1].startswith(f"{path}.") else ""
+
+    def _keep(self, kind: str, args: Any, output: Any) -> None:
         tokens = output if isinstance(output, Tensor) else tokens_of(output)
         if self.runs and tokens is not None and tokens.requires_grad:
-            (self.poolings if pools else self.norms).append(tokens)
+            self.above.append((kind, tokens))
 
 
 def known_blocks(model: nn.Module) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Attention of the layers of a forward pass: that of their modules, concatenated or fused."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self
 
@@ -32,9 +32,9 @@ MEAN_SCALE = 2.0**15
 #: The least share of discarded values for which storing the others with their positions saves memory.
 SPARSE = 0.5
 
-#: Message for a trace without a forward pass.
 #: Key of the layers below the start of rollout in the cache of a model, with the input size: queries and keys by path.
 LOWER_LAYERS = "lower layers"
+#: Message for a trace without a forward pass.
 NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."
 # Names of cross-attention modules, in lower case.
 _CROSS = ".cross_attention"
@@ -110,9 +110,7 @@ class AttentionLayer:
 
         A layer without windows has one window of all tokens.
         """
-        if len(self.parts) > 1:
-            return torch.cat([part.heads for part in self.parts], dim=1)
-        return self.parts[0].heads if self.parts else None
+        return join_parts([part.heads for part in self.parts]) if self.parts else None
 
     @property
     def example(self) -> Tensor:
@@ -136,32 +134,28 @@ class AttentionLayer:
         return self.located
 
 
-@dataclass(slots=True)
-class RecordedLayers:
-    """The recorded attention of one forward pass, first layer first."""
-
-    layers: list[AttentionLayer] = field(default_factory=list)
+class RecordedLayers(list[AttentionLayer]):
+    """The recorded attention layers of one forward pass, first layer first."""
 
     def windows(self, matrices: Sequence[Tensor | LargestValues]) -> list[Tensor | LargestValues]:
         """Reshape the matrices [batch · windows, queries, keys] of each layer to [batch, windows, queries, keys]."""
         return [
             matrix if isinstance(matrix, LargestValues) else matrix.unflatten(0, (-1, layer.tokens.windows))
-            for layer, matrix in zip(self.layers, matrices, strict=True)
+            for layer, matrix in zip(self, matrices, strict=True)
         ]
 
     def discards_other_values(self) -> bool:
         """Return True if values were discarded as if the tokens of a layer were others than the located ones."""
-        located = ((layer.prefix, layer.located) for layer in self.layers if layer.located is not None)
+        located = ((layer.prefix, layer.located) for layer in self if layer.located is not None)
         return any(
             prefix is not None and not (tokens.dense and prefix == tokens.keys.num_prefix_tokens)
             for prefix, tokens in located
         )
 
-    @property
-    def _recorded(self) -> list[AttentionLayer]:
-        if not self.layers:
+    def _recorded(self) -> Self:
+        if not self:
             raise VitflowError(NOTHING_RECORDED)
-        return self.layers
+        return self
 
     @property
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
@@ -171,16 +165,16 @@ class RecordedLayers:
         cross-attention between streams has a separate name ("decoder.cross_attention").
         """
         streams: dict[str, tuple[AttentionLayer, ...]] = {}
-        for layer in self.layers:
+        for layer in self:
             name = stream_of(layer.name)
             streams[name] = (*streams.get(name, ()), layer)
         return streams
 
     def of_stream(self, name: str) -> Self:
-        """Return this recording with only the layers of one stream; OptionError for an unknown one."""
+        """Return only the layers of one stream; OptionError for an unknown one."""
         streams = self.streams
         check_known("stream of tokens", name, streams)
-        return replace(self, layers=list(streams[name]))
+        return type(self)(streams[name])
 
     @property
     def attentions(self) -> tuple[Tensor, ...]:
@@ -189,26 +183,26 @@ class RecordedLayers:
         [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
         """
         attentions = []
-        for layer in self._recorded:
+        for layer in self._recorded():
             if layer.heads is None and len(layer.fused) != 1:
                 kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
                 raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
             attentions.append(layer.heads if layer.heads is not None else dense(next(iter(layer.fused.values()))))
         return tuple(attentions)
 
-    def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+    def heads(self, value_weighted: ValueWeighting = False) -> list[Tensor]:
         """Return all heads of each layer, [batch, heads, tokens, tokens], value weighted if requested.
 
         Raises:
             OptionError: only fused matrices, or no value vectors, were recorded.
         """
         check_value_weighting(value_weighted)
-        heads = [layer.heads for layer in self._recorded if layer.heads is not None]
-        if len(heads) != len(self.layers):
+        heads = [layer.heads for layer in self._recorded() if layer.heads is not None]
+        if len(heads) != len(self):
             raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
         if value_weighted is False:
             return heads
-        values = [layer.values for layer in self.layers if layer.values is not None]
+        values = [layer.values for layer in self if layer.values is not None]
         if len(values) != len(heads):
             raise OptionError("Value vectors were not recorded: record with values=True.")
         return [each.weigh(at_least_float32(layer), value_weighted) for layer, each in zip(heads, values, strict=True)]
@@ -226,7 +220,7 @@ class RecordedLayers:
         check_value_weighting(value_weighted)
         key = (head_fusion, value_weighted)
         matrices = []
-        for layer in self._recorded:
+        for layer in self._recorded():
             if key not in layer.fused:
                 if layer.heads is None or (value_weighted and layer.values is None):
                     raise OptionError(
@@ -238,21 +232,9 @@ class RecordedLayers:
         return matrices
 
 
-@dataclass(slots=True)
-class Backward:
-    """Gradients of the target logit of each image, from one backward pass.
-
-    Attributes:
-        attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
-        features: with respect to the recorded features, by module name.
-        pixels: with respect to the model input, [batch, channels, height, width]; None for text.
-        pooled: with respect to `Trace.pooled`, if there is one.
-    """
-
-    attentions: list[Tensor]
-    features: dict[str, Tensor]
-    pixels: Tensor | None
-    pooled: Tensor | None = None
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return the heads of modules in parallel, [batch · windows, heads, queries, keys], one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
 def close_layer(

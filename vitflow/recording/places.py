@@ -28,7 +28,7 @@ from vitflow.recording.experiment import Call
 from vitflow.recording.head import as_tokens, remember_blocks
 from vitflow.recording.isolation import Hook, checkpointing_error, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
-from vitflow.recording.layers import AttentionLayer, stack_of
+from vitflow.recording.layers import AttentionLayer, RecordedLayers, stack_of
 from vitflow.recording.parallel import known_layers
 from vitflow.recording.receptive_fields import (
     Gradients,
@@ -85,7 +85,8 @@ def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: b
     pools = pooling_layers(call, trace.layers)
     layers = [layer for layer in trace.layers if stack_of(layer.name) not in above and layer.name not in pools]
     trace.names = [name for name in names if stack_of(name) not in above and name not in pools]
-    trace.layers, refusal = find_tokens(call, layers, given)
+    located, refusal = find_tokens(call, layers, given)
+    trace.layers = RecordedLayers(located)
     within = {layer.name for layer in layers} - {layer.name for layer in trace.layers}
     mixing = [name for name in trace.names if name not in within]
     if refusal is not None:

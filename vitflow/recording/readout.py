@@ -213,22 +213,22 @@ class Head:
     def _norms(self, scores: Tensor, cut: HeadWatch, tokens: Sequence[LayerTokens]) -> tuple[list[Tensor], Tensor]:
         """Return gradient norms at the tokens of each run of a block, and True for images with a pooling head.
 
-        If every path from the score passes a token-wise norm above the last block, they are taken after this norm.
+        If every path from the score passes a token-wise norm above the last block, or a module around it, the tokens
+        are those after it.
         """
         batch, image, top = len(scores), [] if cut.image is None else [cut.image], tokens[-1]
         weights = torch.full_like(scores, HALF_SCALE if scores.dtype == torch.float16 else 1.0)
         leaves = [run.leaf for run in cut.runs]
         sources = [*image, *leaves]
-        norm = next((each for each in reversed(cut.norms) if _is_final(each, scores, cut, sources, top.queries)), None)
+        above = [(kind, each) for kind, each in cut.above if not is_bypassed(scores, each, sources)]
+        norm = next((each for kind, each in reversed(above) if _is_read_by_token(kind, each, cut, top.queries)), None)
         inputs = [*sources, *([] if norm is None else [norm])]
         gradients = torch.autograd.grad(scores, inputs, weights, retain_graph=True, allow_unused=True)
         to_image = gradients[: len(image)]
         to_blocks: Sequence[Tensor | None] = gradients[len(image) : len(sources)]
         unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
         read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
-        pooled = unread
-        if any(not is_bypassed(scores, each, sources) for each in cut.poolings):
-            pooled = read[-1]
+        pooled = read[-1] if any(kind == "pooling" for kind, _ in above) else unread
         last, refusal = None if norm is None else gradients[-1], ""
         if last is None and any(each is not None and each.any() for each in to_image):
             refusal = "also directly from the image, bypassing its blocks"
@@ -273,20 +273,21 @@ def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Seq
     return None
 
 
-def _is_final(norm: Tensor, scores: Tensor, cut: HeadWatch, sources: Sequence[Tensor], layout: TokenLayout) -> bool:
-    """Return True if every path passes a norm, of which a token depends on at most one token of the last block.
+def _is_read_by_token(kind: str, norm: Tensor, cut: HeadWatch, layout: TokenLayout) -> bool:
+    """Return True for tokens of a module around the last block, or of a norm that does not mix those of the block.
 
-    One token of each image is tested.
+    One token of each image is tested. Other tokens of a container may be internal to a head.
     """
-    channels = channel_axis(norm.shape, layout) if norm.ndim > 2 else None
-    if channels is None or is_bypassed(scores, norm, sources):
-        return False
+    channels, leaf = channel_axis(norm.shape, layout) if norm.ndim > 2 else None, cut.runs[-1].leaf
+    if channels is None or kind != "norm":
+        fits = channel_axis(leaf.shape, layout) is not None
+        return channels is not None and kind == "container" and (norm.numel() == leaf.numel() or not fits)
     batch = len(norm) if cut.image is None else len(cut.image)
     images = 1 if norm.shape[0] != batch == norm.shape[1] else 0  # [tokens, batch, channels]
     token = tuple(slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.shape))
     chosen = torch.zeros_like(norm)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    [reached] = torch.autograd.grad(norm, [cut.runs[-1].leaf], chosen, retain_graph=True, allow_unused=True)
+    [reached] = torch.autograd.grad(norm, [leaf], chosen, retain_graph=True, allow_unused=True)
     if reached is None or not reached.any():
         return True
     norms = token_norms(reached, layout)

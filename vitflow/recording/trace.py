@@ -6,33 +6,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from vitflow.errors import NoGradientError, OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.gradients import at_least_float32
+from vitflow.methods.gradients import ValueWeighting, at_least_float32
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING
-from vitflow.models.blocks import block_norms, block_paths_of
+from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import logits_of
+from vitflow.recording.backward import Backward, differentiate
 from vitflow.recording.certificate import Certificate, blocks_of, certify_features
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import BlockRun, HeadWatch, is_bypassed
-from vitflow.recording.isolation import checkpointing_error
-from vitflow.recording.layers import NOTHING_RECORDED, Backward, RecordedLayers
+from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers, join_parts
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Readouts, describe_readouts, readout_words
 
 
 @dataclass(slots=True, repr=False)
-class Trace(RecordedLayers):
+class Trace:
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
     `attentions` is the attention of each layer, first layer first, [batch, heads, tokens, tokens]; the example of
     `record_attention` makes one.
 
     Attributes:
+        layers: the recorded attention layers.
         pixels: the model input, [batch, channels, height, width].
         logits: the explained outputs, [batch, classes].
         pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
@@ -52,6 +52,7 @@ class Trace(RecordedLayers):
         affinities: patch affinities by kind, patch grid and first layer, filled on request.
     """
 
+    layers: RecordedLayers = field(default_factory=RecordedLayers)
     pixels: Tensor | None = None
     logits: Tensor | None = None
     pooled: Tensor | None = None
@@ -79,6 +80,22 @@ class Trace(RecordedLayers):
     def begin(self, pixels: Tensor | None = None, read: Read = logits_of, call: Call | None = None) -> None:
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...]:
+        """Attention of each layer, first layer first.
+
+        [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
+        """
+        return self.layers.attentions
+
+    def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+        """Return all heads of each layer, [batch, heads, tokens, tokens], value weighted if requested."""
+        return self.layers.heads(value_weighted)
+
+    def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+        """Return the fused attention of each layer, [batch, tokens, tokens], first layer first."""
+        return self.layers.fused(head_fusion, value_weighted=value_weighted)
 
     @property
     def layout(self) -> TokenLayout:
@@ -178,11 +195,6 @@ class Trace(RecordedLayers):
         ]
 
     @property
-    def block_norms(self) -> Sequence[str]:
-        """Paths of the modules whose outputs are the features of Grad-CAM, first layer first."""
-        return block_norms(self.model)
-
-    @property
     def head(self) -> Head:
         """The head of the model in this pass."""
         assert self.call is not None
@@ -239,13 +251,14 @@ class Trace(RecordedLayers):
         """Free the gradients that `backward` caches."""
         self._backward.clear()
 
-    def backward(self, targets: Tensor) -> Backward:
+    def backward(self, targets: Tensor, *, pixels: bool = True) -> Backward:
         """Differentiate the target logit of each image with respect to all recorded tensors, in one backward pass.
 
         Parameters' `.grad` does not change. Gradients are cached by targets.
 
         Args:
             targets: class index of each image, [batch].
+            pixels: also differentiate with respect to the pixels, below the attention of the first layer.
 
         Raises:
             OptionError: the pass was recorded without gradients.
@@ -261,13 +274,11 @@ class Trace(RecordedLayers):
                 f"and {len(targets)} targets."
             )
         key = tuple(int(target) for target in targets)
-        if key not in self._backward:
-            # Images of a batch are independent, so the gradient of the sum has the gradient of each image.
-            with torch.inference_mode(False), torch.enable_grad():
-                chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            gradients = self.gradients_of(chosen)
-            pixels = gradients.pixels
-            zero = [] if pixels is None else (~pixels.flatten(1).any(dim=1)).nonzero().flatten().tolist()
+        known = self._backward.get(key)
+        if known is None or (pixels and known.pixels is None):
+            known = self.gradients_of(self._scores(targets), pixels=pixels)
+            if (zero := known.zero_images(len(targets))) and not pixels:
+                return self.backward(targets)  # the output may be computed without the attention
             if zero:
                 raise NoGradientError(
                     "The gradient of the output with respect to the image is zero everywhere: a part of the model "
@@ -275,8 +286,14 @@ class Trace(RecordedLayers):
                     "that is off. Explain another output, or use sampling or occlusion, which need no gradient.",
                     zero,
                 )
-            self._backward[key] = gradients
-        return self._backward[key]
+            self._backward[key] = known
+        return known
+
+    def _scores(self, targets: Tensor) -> Tensor:
+        """Return the target logit of each image, [batch, 1]; images are independent, so that their sum is enough."""
+        assert self.logits is not None
+        with torch.inference_mode(False), torch.enable_grad():
+            return self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
 
     @property
     def _cuts(self) -> Sequence[BlockRun]:
@@ -288,30 +305,31 @@ class Trace(RecordedLayers):
 
         It is 1 minus the norm of the rest relative to the whole gradient, and 0 for a block that is not in `passed`.
         """
-        whole, tokens = self.backward(targets).pixels, self.passed.get(path)
-        assert whole is not None and self.pixels is not None and self.logits is not None
+        tokens, scores = self.passed.get(path), self._scores(targets)
+        assert self.pixels is not None
         if tokens is None:
-            return whole.new_zeros(len(whole))
-        scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
-        with torch.inference_mode(False), torch.enable_grad():
-            scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
+            return scores.new_zeros(len(scores), dtype=torch.float32)
+        with torch.inference_mode(False):
             if not is_bypassed(scores, tokens, [self.pixels], self._cuts):
-                return whole.new_ones(len(whole))
-        [above] = self._differentiate([scores], [torch.full_like(scores, scale)], [tokens])
+                return scores.new_ones(len(scores), dtype=torch.float32)
+        whole, scale = self.backward(targets).pixels, HALF_SCALE if scores.dtype == torch.float16 else 1.0
+        assert whole is not None
+        [above] = differentiate(self.model, self._cuts, [scores], [torch.full_like(scores, scale)], [tokens])
         if above is None:
             return whole.new_zeros(len(whole))
-        [passing] = self._differentiate([tokens], [above], [self.pixels])
+        [passing] = differentiate(self.model, self._cuts, [tokens], [above], [self.pixels])
         rest = whole if passing is None else whole - at_least_float32(passing) / scale
         share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
         return share.clamp_min(0.0)
 
-    def gradients_of(self, scores: Tensor) -> Backward:
+    def gradients_of(self, scores: Tensor, *, pixels: bool = True) -> Backward:
         """Differentiate scores with respect to all recorded tensors.
 
         Parameters' `.grad` does not change.
 
         Args:
             scores: any tensor computed from `logits`, such as one word's logit of each text; its sum is differentiated.
+            pixels: also with respect to the pixels of images.
 
         Raises:
             OptionError: the pass was recorded without gradients.
@@ -323,11 +341,12 @@ class Trace(RecordedLayers):
             )
         if not scores.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
-        parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
-        pixels = () if self.pixels is None else (self.pixels,)
-        pooled = () if self.pooled is None or not self.pooled.requires_grad else (self.pooled,)
-        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
-        named = [*((name, part.tensor) for name, part in parts), *self.features.items()]
+        parts = [(layer.name, part.tensor) for layer in self.layers for part in layer.parts]
+        named = [*parts, *self.features.items()]
+        further = [self.pixels] if self.pixels is not None and (pixels or not named) else []
+        to_pixels = bool(further)
+        if self.pooled is not None and self.pooled.requires_grad:
+            further.append(self.pooled)
         if (frozen := next((name for name, each in named if not each.requires_grad), None)) is not None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} runs {frozen} without gradients, under torch.no_grad() or with detach(). "
@@ -335,52 +354,21 @@ class Trace(RecordedLayers):
             )
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
-        raw = self._differentiate([scores], [torch.full_like(scores, scale)], inputs)
+        inputs = [*(each for _, each in named), *further]
+        raw = differentiate(self.model, self._cuts, [scores], [torch.full_like(scores, scale)], inputs)
         reached = [number for number, gradient in enumerate(raw[: len(parts)]) if gradient is not None]
-        unused = next(
-            (
-                name
-                for (name, _), gradient in zip(parts[: max(reached, default=len(parts))], raw, strict=False)
-                if gradient is None
-            ),
-            None,
-        )
-        if unused is not None:  # layers above are not read by the head
-            remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
-            raise UnsupportedModelError(
-                f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {unused} "
-                f"(unused or copied), so its gradient is None. Use {remedy}."
-            )
-        gradients = iter(
-            torch.zeros_like(source) if gradient is None else at_least_float32(gradient) / scale
+        for (name, _), gradient in zip(parts[: max(reached, default=len(parts))], raw, strict=False):
+            if gradient is None:  # layers above the last one with a gradient are not read by the head
+                remedy = "method='attention'" if self.pixels is None else "input_gradient, sampling or occlusion"
+                raise UnsupportedModelError(
+                    f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {name} "
+                    f"(unused or copied), so its gradient is None. Use {remedy}."
+                )
+        whole = [
+            torch.zeros_like(source) if gradient is None else at_least_float32(gradient)
             for source, gradient in zip(inputs, raw, strict=True)
-        )
-        attentions = [
-            torch.cat([part.arranged(next(gradients)) for part in layer.parts], dim=1) for layer in self.layers
         ]
+        gradients = iter(whole if scale == 1.0 else [each / scale for each in whole])
+        attentions = [join_parts([part.arranged(next(gradients)) for part in layer.parts]) for layer in self.layers]
         features = {name: next(gradients) for name in self.features}
-        to_pixels = next(gradients) if pixels else None
-        return Backward(attentions, features, to_pixels, next(gradients, None))
-
-    def _differentiate(
-        self, roots: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return the total gradients of inputs, which continue below each cut; None if nothing depends on an input."""
-        cuts, count = self._cuts, len(inputs)
-        totals: list[Tensor | None] = [None] * (count + len(cuts))
-        for below in range(len(cuts), -1, -1):  # the number of lower cuts
-            if below < len(cuts):
-                total, source = totals[count + below], cuts[below].source
-                if total is None or source is None:
-                    continue
-                roots, weights = [source], [total]
-            tensors = [*inputs, *(cut.leaf for cut in cuts[:below])]
-            try:
-                gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
-            except RuntimeError as error:  # checkpointing does not support torch.autograd.grad, or hooks of one pass
-                checkpointed = "use_reentrant" in str(error) or isinstance(error, CheckpointError)
-                raise (checkpointing_error(self.model) if checkpointed else error) from None
-            for index, gradient in enumerate(gradients):
-                before = totals[index]
-                totals[index] = gradient if before is None else before if gradient is None else before + gradient
-        return totals[:count]
+        return Backward(attentions, features, next(gradients) if to_pixels else None, next(gradients, None))

@@ -161,10 +161,10 @@ def _record(
         plain = {"values": False} if "values" in kept else {"fusions": [("mean", False)]}
         _record(model, inputs, readout, targets, within, {**kept, **plain})  # other errors take precedence
         raise
-    if len(trace.streams) > 1:
+    if len(trace.layers.streams) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has several token streams ({', '.join(trace.streams)}), expected one: pass a part "
-            "of the model, such as model.get_encoder()."
+            f"{type(model).__name__} has several token streams ({', '.join(trace.layers.streams)}), expected one: pass "
+            "a part of the model, such as model.get_encoder()."
         )
     _check_shapes(model, trace.layers, ids.shape[1], ids.shape[1])
     hidden = output.hidden_states[1:] if inputs.get("output_hidden_states") else ()
@@ -244,18 +244,18 @@ def _record_pair(
 
 def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:
     """Return the layer indices of encoder attention, decoder self-attention and cross-attention."""
-    names = list(trace.streams)
+    names = list(trace.layers.streams)
     crossing = [name for name in names if name.endswith(".cross_attention")]
     path = next(path for path, module in model.named_modules() if module is model.get_encoder())
     encoder = [name for name in names if f"{name}.".startswith(f"{path}.")]
     decoder = [name for name in names if name not in (*crossing, *encoder)]
-    streams = trace.streams
+    streams = trace.layers.streams
     recorded = ", ".join(f"{name} in {len(streams[name])} layers" for name in names)
     if not len(encoder) == len(decoder) == len(crossing) == 1 or len(streams[decoder[0]]) != len(streams[crossing[0]]):
         raise UnsupportedModelError(
             f"Expected {type(model).__name__} to have one encoder, and a decoder that attends to it in each layer, got "
             f"attention of {recorded or 'no part'}: record single passes with vitflow.record_attention and use "
-            "trace.of_stream."
+            "trace.layers.of_stream."
         )
     index_of = {id(layer): index for index, layer in enumerate(trace.layers)}
     first, second, third = ([index_of[id(layer)] for layer in streams[s[0]]] for s in (encoder, decoder, crossing))
