@@ -149,7 +149,7 @@ def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which tests the model on noise, once
     passes["forward"] = 0
     differentiate = Trace.gradients_of
-    counted = lambda *args: passes.update(backward=passes["backward"] + 1) or differentiate(*args)  # noqa: E731
+    counted = lambda *args, **deep: passes.update(backward=passes["backward"] + 1) or differentiate(*args, **deep)  # noqa: E731
     monkeypatch.setattr(Trace, "gradients_of", counted)
     methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
     kept.explain_batch(IMAGES, methods=methods, targets=[0, 1, 2])

@@ -136,7 +136,8 @@ class HeadWatch:
 
     def _keep(self, kind: str, args: Any, output: Any) -> None:
         tokens = output if isinstance(output, Tensor) else tokens_of(output)
-        if self.runs and tokens is not None and tokens.requires_grad:
+        known = tokens is None or any(tokens is each for _, each in self.above)
+        if self.runs and tokens is not None and tokens.requires_grad and not known:
             self.above.append((kind, tokens))
 
 
