@@ -18,7 +18,7 @@ CHECKPOINT = ROOT.parent / "shared" / "data" / "vit_tiny_patch16_224.augreg_in21
 
 #: Images of which no method is kept, and why.
 OTHERS = {
-    "evaluation.png": "drawn from a run of an hour; docs/evaluation.md has its numbers",
+    "evaluation.png": "drawn from a run of some minutes",
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
     "gallery/boxes.jpg": "of a detector that tools/train_detector.py trains for five minutes",
     "gallery/clip.png": "drawn by benchmarks/clips.py --figure",

@@ -1,10 +1,10 @@
-"""Draw the chart of docs/how-to/evaluate.md, and print what blurring the maps of the methods changes.
+"""Draw the chart of docs/how-to/evaluate.md, or print what blurring the maps of the methods changes.
 
     python -m tools.draw_evaluation_figure --output FOLDER
-    python -m tools.draw_evaluation_figure --output FOLDER --data BOXES --model ID --checkpoint FILE --table-only
+    python -m tools.draw_evaluation_figure --output FOLDER --data BOXES --model ID --checkpoint FILE --blur
 
-Each method has a copy whose maps are blurred by a Gaussian of one patch: a gain that blur alone achieves is no evidence
-for a method. FOLDER keeps what was measured.
+With --blur, each method has a copy whose maps are blurred by a Gaussian of one patch: a gain that blur alone achieves
+is no evidence for a method. FOLDER keeps what was measured.
 """
 
 import argparse
@@ -58,27 +58,24 @@ def _change(actual: Evaluation, metric: str, method: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="demo:500")
+    parser.add_argument("--data", default="demo:100")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--sanity-images", type=int, default=24)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--table-only", action="store_true", help="leave the chart as it is")
+    parser.add_argument("--blur", action="store_true", help="print what blur changes instead")
     given = parser.parse_args()
-    for method in list_methods():
+    for method in list_methods() if given.blur else ():
         if method.name not in BASELINES:
             register_blurred(method.name)
     actual = evaluate(
         given.data,
         model=vitflow.load_model(given.model, checkpoint=given.checkpoint),
-        methods="all",
-        sanity_images=given.sanity_images,
+        methods="all" if given.blur else None,
+        metrics=["roc_auc", "deletion_auc"] if given.blur else DRAWN,
         output=given.output,
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )
-    print(blur_table(actual))
-    if not given.table_only:
-        print(save_figure(draw_bars(actual, DRAWN), ASSETS / "evaluation.png"))
+    print(blur_table(actual) if given.blur else save_figure(draw_bars(actual, DRAWN), ASSETS / "evaluation.png"))
 
 
 if __name__ == "__main__":
