@@ -12,8 +12,7 @@ from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import INTERPOLATIONS, Fit, Interpolation, geometry
 from vitflow.images.geometry import FILTERS, CropMode, Placement, Size, overlaps, strips
 
-# Above this number of pixels, only the part that the model sees is resized: a 1 × 10,000 image whose short side is
-# resized to 256 has a long side of 2,560,000.
+# The most pixels of a resized image: a 1 × 10,000 image whose short side is resized to 256 would be 2,560,000 long.
 _MAX_RESIZED_PIXELS = 2**26
 
 
@@ -80,33 +79,23 @@ class Preprocessing:
         """
         filter_name = self.spec.interpolation
         check_known("interpolation", filter_name, FILTERS)
-        if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
+        (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
+        if height * width > _MAX_RESIZED_PIXELS:
             raise ShapeError(
-                f"Expected a uint8 RGB image of shape {(*placement.image_size, 3)}, as the placement was made for, "
-                f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
+                f"Expected an image that is less long and narrow, got {image.shape[1]} × {image.shape[0]} pixels, "
+                f"which would be resized to {width} × {height}: crop it, or use fit='squash' or fit='pad'."
             )
-        inside, region = self._inside(Image.fromarray(image), placement)
+        first_row, last_row = max(top, 0), min(top + rows, height)
+        first_col, last_col = max(left, 0), min(left + cols, width)
+        # As Pillow does, columns first: rows are then resized in the columns that the model sees only.
+        resample, whole = Image.Resampling[filter_name.upper()], Image.fromarray(image)
+        wide = whole.resize((width, whole.height), resample).crop((first_col, 0, last_col, whole.height))
+        inside = np.asarray(wide.resize((wide.width, height), resample))[first_row:last_row]
         padding = [round(255 * value) for value in self.spec.mean] if placement.padding == "mean" else [0] * 3
         seen = np.empty((*placement.input_size, 3), dtype=np.uint8)
         seen[:] = np.asarray(padding, np.uint8)
-        seen[region] = inside
+        seen[first_row - top : last_row - top, first_col - left : last_col - left] = inside
         return seen
-
-    def _inside(self, image: Image.Image, placement: Placement) -> tuple[NDArray[Any], tuple[slice, slice]]:
-        """Resize the region that the model sees; return it and its rows and columns in the model input."""
-        (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
-        first_row, last_row = max(top, 0), min(top + rows, height)
-        first_col, last_col = max(left, 0), min(left + cols, width)
-        resample = Image.Resampling[self.spec.interpolation.upper()]
-        region = slice(first_row - top, last_row - top), slice(first_col - left, last_col - left)
-        if height * width <= _MAX_RESIZED_PIXELS:
-            # As Pillow does, columns first: rows are then resized in the columns that the model sees only.
-            wide = image.resize((width, image.height), resample).crop((first_col, 0, last_col, image.height))
-            return np.asarray(wide.resize((wide.width, height), resample))[first_row:last_row], region
-        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
-        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
-        size = (last_col - first_col, last_row - first_row)
-        return np.asarray(image.resize(size, resample, box=(start, upper, end, lower))), region
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
         """Compute the normalised model input of an RGB image placed by `place`: float32 [channels, height, width].
