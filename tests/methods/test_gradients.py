@@ -16,6 +16,7 @@ from vitflow.methods import cells
 from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm
 from vitflow.models.info import read_model_info
+from vitflow.models.outputs import Binding
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import get_method
 
@@ -29,7 +30,10 @@ def photos(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def with_targets(trace: Trace, targets: list[int]) -> TargetedTrace:
     return TargetedTrace.of(
-        trace, torch.tensor(targets), run=trace.model, model_info=read_model_info(trace.model, data_config=CONFIG)
+        trace,
+        torch.tensor(targets),
+        run=trace.model,
+        model_info=read_model_info(Binding(trace.model, data_config=CONFIG)),
     )
 
 

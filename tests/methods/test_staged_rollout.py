@@ -14,6 +14,7 @@ from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods import TokenLayout
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 from vitflow.models.info import read_model_info
+from vitflow.models.outputs import Binding
 from vitflow.registry.method_table import get_method
 
 SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
@@ -148,7 +149,8 @@ def test_class_specific_methods_go_through_windows(method):
     model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
-    info = read_model_info(model, data_config={"input_size": (3, SIDE, SIDE), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    config = {"input_size": (3, SIDE, SIDE), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    info = read_model_info(Binding(model, data_config=config))
     trace = TargetedTrace.of(trace, torch.tensor([1, 3]), run=model, model_info=info)
     options = get_method(method).function_options(get_method(method).complete({"preset": "paper"}))
     actual = getattr(maps, method)(trace, **options).grids

@@ -105,8 +105,7 @@ class ImageModel:
         self.model, self.regions = binding.model, binding.selects
         with model_lock(self.model):
             self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
-        names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
-        self.model_info = read_model_info(self.model, **{name: getattr(binding, name) for name in names})
+        self.model_info = read_model_info(binding)
         self.inputs = ModelInputs(self.model_info.preprocessing(fit), self.model_id)
         if isinstance(outputs, SimilarityTo):
             self.model_info = replace(self.model_info, outputs=self._similarities(outputs.images))

@@ -9,12 +9,12 @@ from typing import Any
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from vitflow.errors import ModelError, UnsupportedModelError, VitflowWarning
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import embedding_of, height_width, patch_embed_of, transformer_of
-from vitflow.models.classes import ClassNames, checked_class_names
+from vitflow.models.classes import checked_class_names
 from vitflow.models.data_configs import checked_data_config, default_config, library_data_config
 from vitflow.models.names import (
     check_name,
@@ -24,7 +24,7 @@ from vitflow.models.names import (
     model_id,
     model_note,
 )
-from vitflow.models.outputs import Outputs, outputs_of
+from vitflow.models.outputs import Binding, Outputs
 from vitflow.models.parts import unwrap
 
 
@@ -60,41 +60,38 @@ class ModelInfo:
         return Preprocessing(self.input, fit)
 
 
-def read_model_info(
-    model: nn.Module,
-    *,
-    data_config: Any = None,
-    class_names: ClassNames | None = None,
-    activation: str | None = None,
-    layout: TokenLayout | None = None,
-    name: str | None = None,
-    outputs: Any = None,
-) -> ModelInfo:
-    """Read the metadata of a model; arguments override it.
+def read_model_info(binding: Binding) -> ModelInfo:
+    """Read the metadata of a model; the settings of an explainer override it.
 
     >>> import timm
-    >>> info = read_model_info(timm.create_model("vit_tiny_patch16_224", num_classes=5))
+    >>> info = read_model_info(Binding(timm.create_model("vit_tiny_patch16_224", num_classes=5)))
     >>> info.id, info.input.size, info.outputs.count, info.outputs.activation
     ('vit_tiny_patch16_224', (224, 224), 5, 'softmax')
     """
-    spec = read_input_spec(model, data_config)
-    check_layout(layout)
-    outputs = _outputs(model, outputs, class_names, activation)
-    name = model_id(model) if name is None else check_name(name)
-    return ModelInfo(name, spec, outputs, layout, model_note(model))
+    spec = read_input_spec(binding.model, binding.data_config)
+    check_layout(binding.layout)
+    outputs = _outputs(binding)
+    name = model_id(binding.model) if binding.name is None else check_name(binding.name)
+    return ModelInfo(name, spec, outputs, binding.layout, model_note(binding.model))
 
 
-def _outputs(model: nn.Module, outputs: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
-    """Return the outputs given as argument, by default the model's classes."""
+def _outputs(binding: Binding) -> Outputs:
+    """Return the outputs given as argument, or computed by a given function, by default the model's classes."""
+    model, outputs, activation = binding.model, binding.outputs, binding.activation
     count = class_count(model) if outputs is None else None
-    names = None if class_names is None else tuple(checked_class_names(class_names, count))
+    names = None if binding.class_names is None else tuple(checked_class_names(binding.class_names, count))
     if isinstance(outputs, Outputs):
         return replace(outputs, names=names or outputs.names, activation=activation or outputs.activation)
+    if outputs is not None and not callable(outputs):
+        raise OptionError(
+            f"Expected outputs as prompts(…), similarity_to(…), boxes(…), masks(…), a function of the model's "
+            f"output or Outputs, got {outputs!r:.80}. An entry of a dict is outputs=lambda output: output['logits']."
+        )
     if outputs is not None:
-        return outputs_of(outputs, names, activation)
-    if class_names is None:
-        model_names = class_names_of(model)
-        names = None if model_names is None else tuple(model_names)
+        count = None if names is None else len(names)
+        return Outputs(outputs, names, count, activation or "value", against="the mean of the other outputs")
+    if names is None and (model_names := class_names_of(model)) is not None:
+        names = tuple(model_names)
     return Outputs(None, names, count, activation or class_activation(model))
 
 

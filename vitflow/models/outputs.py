@@ -212,17 +212,6 @@ def _shape_of(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
 
 
-def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:
-    """Return the outputs that a user's function computes from a model's output."""
-    if not callable(function):
-        raise OptionError(
-            f"Expected outputs as prompts(…), similarity_to(…), boxes(…), masks(…), a function of the model's "
-            f"output or Outputs, got {function!r:.80}. An entry of a dict is outputs=lambda output: output['logits']."
-        )
-    count = None if names is None else len(names)
-    return Outputs(function, names, count, activation or "value", against="the mean of the other outputs")
-
-
 def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[NDArray[np.uint8]]) -> Outputs:
     """Return the cosines of an image's features with those of reference images, `vectors` [images, width]."""
     called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
