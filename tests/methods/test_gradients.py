@@ -28,10 +28,10 @@ def photos(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def with_targets(trace: Trace, targets: list[int]) -> TargetedTrace:
+def with_targets(trace: Trace, targets: list[int] | None = None) -> TargetedTrace:
     return TargetedTrace.of(
         trace,
-        torch.tensor(targets),
+        None if targets is None else torch.tensor(targets),
         run=trace.model,
         model_info=read_model_info(Binding(trace.model, data_config=CONFIG)),
     )

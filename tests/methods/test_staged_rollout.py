@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import references
+from tests.methods.test_gradients import with_targets
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
 from vitflow.explaining import maps
@@ -100,9 +101,8 @@ def test_rollout_through_swin_is_the_dense_product(version, how, ratio, alpha, s
     model, pixels = swin(version), torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
     with torch.no_grad(), record_attention(model) as trace:
         model(pixels)
-    actual = maps.rollout(
-        trace, head_fusion=how, discard_ratio=ratio, residual=alpha, start_layer=start, value_weighted=False, patch=None
-    ).grids
+    options = {"head_fusion": how, "discard_ratio": ratio, "residual": alpha, "start_layer": start}
+    actual = maps.rollout(with_targets(trace), value_weighted=False, patch=None, **options).grids
     side = 16 if start < 3 else 8
     assert actual.shape == (3, side, side)
     for image in range(3):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import literal_vit, references
+from tests.methods.test_gradients import with_targets
 from tests.small import Custom
 from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
@@ -69,7 +70,7 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
 @pytest.mark.parametrize("how", [False, True, "output"])
 def test_rollout_and_attention_use_the_weighted_heads(how):
     model = literal_vit.timm_model()
-    trace = record(model, values=True)
+    trace = with_targets(record(model, values=True))
     actual = literal_vit.differentiate(model, photos()[1], 0, "class token")
     options = {"value_weighted": how, "head_fusion": "max"}
     rollout, attention = get_method("rollout"), get_method("attention")

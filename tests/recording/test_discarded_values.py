@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests import references
+from tests.methods.test_gradients import with_targets
 from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.explaining.applying import recording_options
@@ -42,7 +43,7 @@ def test_largest_values_give_the_map_of_all_values(fusion, weighting, residual, 
             logits = model(pixels)
         with record_attention(model, fusions=[(fusion, weighting)], discard_ratio=ratio) as less:
             assert torch.equal(model(pixels), logits)
-        actual, expected = rollout(less, **options).grids, rollout(whole, **options).grids
+        actual, expected = (rollout(with_targets(one), **options).grids for one in (less, whole))
     [stored] = {len(layer.fused[fusion, weighting].index[0]) for layer in less.layers}
     assert stored == 17 * 16 - int(ratio * 17 * 16) and len(less.layers) == 3
     torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-8)
