@@ -24,6 +24,7 @@ from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.progress import tracking
 from vitflow.recording.backward import Backward
 from vitflow.recording.parallel import remember_lower_layers
+from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -89,6 +90,11 @@ class TargetedTrace(Trace):
     def readout(self) -> Tensor:
         """Readout of the explained outputs; see `Trace.readout`."""
         return self.readout_of(self.targets)
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of the explained outputs; see `Trace.readouts_of`."""
+        return self.readouts_of(self.targets)
 
     @property
     def perturbed_outputs(self) -> Outputs:
@@ -190,7 +196,7 @@ def _readouts(trace: TargetedTrace, patch: Patch | None) -> dict[int, Tensor]:
     """Return the weights [batch, tokens] with which a product of layers starts, by the number of layers below them."""
     if patch is not None:
         return {len(trace.layers): readout_of(trace, patch)}
-    blocks = trace.readouts_of(trace.targets).blocks
+    blocks = trace.readouts.blocks
     return {block.layers: block.readout * block.share.unsqueeze(1) for block in blocks}
 
 
@@ -208,7 +214,7 @@ def _for_the_class(
     readouts, top = _readouts(trace, patch), len(trace.layers)
     if patch is not None or trace.pooled is None or gradient.pooled is None:
         return readouts, matrices
-    pooled = trace.readouts_of(trace.targets).pooled  # images whose output passes the head
+    pooled = trace.readouts.pooled  # images whose output passes the head
     if not pooled.any():
         return readouts, matrices
     [queries] = rollouts.gradient_weighted_attention([trace.pooled.detach()], [gradient.pooled], head_fusion)
