@@ -201,22 +201,20 @@ def find_extents(
     """
 
     def measured() -> tuple[dict[TokenLayout, Extent], str | None]:
-        extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
-        # With one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT); three would be compared.
-        return (extents, None) if refusal is None else _measure(call, sites, grids, unseen, images=2)
+        return ({}, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
 
     return call.cached((find_extents, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])), measured)
 
 
 def _measure(
-    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], unseen: bool, images: int = 1
+    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], unseen: bool
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     tokens: dict[TokenLayout, tuple[str, Tensor]] = {}
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
 
     def see(path: str, enters: bool, *given: Any) -> None:
         for value in filter(torch.is_floating_point, tensors_in(given if enters else given[-1])):
-            fitting = {each: found for each in every if (found := as_tokens(value, each, images)) is not None}
+            fitting = {each: found for each in every if (found := as_tokens(value, each, 1)) is not None}
             for layout in fitting.keys() - tokens.keys():
                 if value.ndim != 3 or layout in sites[path]:
                     copied = fitting[layout][0].clone()  # the model may change it in place
@@ -235,7 +233,7 @@ def _measure(
         noise = call.noise(1).requires_grad_()
         # The model may reject noise.
         with suppress(Exception), hooked(hooks), without_attention(call.model):
-            call(noise.expand(images, -1, -1, -1))
+            call(noise)
         extents, overlapping = {}, False
         for layout, (path, each) in tokens.items():
             try:
