@@ -38,6 +38,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             metrics=["localisation", "faithfulness", "sanity"],
             sanity_images=1,
             points=3,
+            blurred_control=True,
             output=place.parent / "out",
         )
     finally:
@@ -88,11 +89,13 @@ def test_what_is_not_defined_is_distinguished_from_what_was_not_measured(open_pa
     actual, page = saved[0], open_page("light")
     row = page.locator("#sanity table.numbers tbody tr").nth(actual.methods.index(METHOD))
     assert "undefined on 1" in row.inner_text() and "not measured" not in row.inner_text()
+    twin = next(one for one in actual.table("randomisation") if one.method == "gae (blurred)")
+    assert (twin.estimate.count, twin.estimate.undefined) == (0, 0)
 
 
 def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
-    values = np.array([[0.5, 0.5001, 0.2, 0.9]] * 4)
-    methods = ("gae", "gradcam", "rollout", "random")
+    values = np.array([[0.5, 0.5001, 0.2, 0.9, 0.9]] * 4)
+    methods = ("gae", "gradcam", "rollout", "random", "gae (blurred)")
     measured = [{method: {"roc_auc": value} for method, value in zip(methods, row, strict=True)} for row in values]
     rows = tuple({"status": "measured", "groups": ["localisation"], "values": values} for values in measured)
     tables = Tables("data", "model", methods, (METRICS["roc_auc"],), rows)

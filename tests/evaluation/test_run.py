@@ -74,6 +74,31 @@ def test_the_values_are_those_of_the_parts(demo):
     assert (actual.values["randomisation"][:, 2:] == 1.0).all() and (actual.values["randomisation"][:, :2] < 0.9).all()
 
 
+def test_each_method_has_a_blurred_control_next_to_it_if_requested(demo):
+    metrics = ["roc_auc", "deletion_auc", "class_sensitivity"]
+    actual = evaluate("demo:2", model=demo, methods=QUICK, metrics=metrics, blurred_control=True, points=3)
+    assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
+    largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
+    [one] = demo.explain_batch([draw_image(1).image], methods=["gae"], targets=largest)
+    grid = np.pad(one.grid.astype(np.float64), 4, mode="symmetric")
+    bell = np.exp(-0.5 * np.arange(-4, 5) ** 2)
+    for axis in (0, 1):
+        grid = np.apply_along_axis(lambda line: np.convolve(line, bell / bell.sum(), "valid"), axis, grid)
+    twin = replace(one, grid=grid.astype(np.float32))
+    truth = localise(twin.heatmap, draw_image(1).mask_of(largest))
+    assert actual.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
+    [curve] = faithfulness_curves(demo, [twin], points=3)
+    assert actual.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
+    checked = actual.values["class_sensitivity"][~np.isnan(actual.values["class_sensitivity"]).all(axis=1)]
+    assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
+    pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
+    assert {("gae", "gae (blurred)"), ("rollout", "gae")} <= pairs
+    assert {name for name, _ in actual.ranking("roc_auc")} == {"gae", "rollout"}
+    assert any("Blurred control" in note for note in actual.notes)
+    assert actual.settings["blurred_control"] is True
+    assert "\ngae (blurred)" in str(actual)
+
+
 def test_options_reach_the_methods_and_name_them(demo):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
     entry = {"methods": choices, "metrics": ["roc_auc"]}
@@ -292,7 +317,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(demo, tmp_path
 
 
 def test_sameness_is_of_all_images_of_a_run_that_was_resumed(demo, tmp_path, no_drawing):
-    options = {"model": demo, "methods": ["gae"], "metrics": ["sameness"]}
+    options = {"model": demo, "methods": ["gae"], "metrics": ["sameness"], "blurred_control": True}
     few = evaluate("demo:7", output=tmp_path / "out", **options)
     assert np.isnan(few.values["sameness"]).all() and "Skipped sameness. " in few.skipped[-1]
     actual = evaluate("demo:9", output=tmp_path / "out", **options)

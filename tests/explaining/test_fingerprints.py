@@ -175,6 +175,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "metrics": ["faithfulness"],
         "replace_by": "blur",
         "points": 4,
+        "blurred_control": True,
         "sanity_images": 1,
         "seed": 1,
         "options": {"residual": 0.3},

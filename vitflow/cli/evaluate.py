@@ -57,6 +57,12 @@ from vitflow.images import FIGURE_FORMATS
 @shared.option("Measurement details", "--points", 2, "Points of the deletion and insertion curves.", default=11)
 @shared.option(
     "Measurement details",
+    "--blurred-control",
+    bool,
+    "Also measure a blurred copy of each map: the control for smoothness.",
+)
+@shared.option(
+    "Measurement details",
     "--sanity-images",
     0,
     "Measure sanity (many forward passes) on N randomly chosen images.",

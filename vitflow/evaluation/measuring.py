@@ -5,16 +5,18 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
 
 from vitflow.errors import NoGradientError, ShapeError
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
-from vitflow.evaluation.metrics import METRICS
+from vitflow.evaluation.metrics import METRICS, blurred_label
 from vitflow.evaluation.samples import Dataset, Labelled, is_turned
 from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class, random_order
 from vitflow.explaining.explainer import Explainer
@@ -22,9 +24,16 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.folder.saved import run_fingerprint
 from vitflow.methods.similarity import is_constant
 from vitflow.registry.choices import ChosenMethod
+from vitflow.registry.method_table import BASELINES
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
 _CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]
+
+
+def blurred(saliency: Saliency) -> Saliency:
+    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum."""
+    smooth = gaussian_filter(saliency.grid.astype(np.float64), 1.0, mode="reflect")
+    return replace(saliency, grid=smooth.astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +47,13 @@ class Protocol:
     seed: int = 0
     sanity_images: int = 24
     unchecked: tuple[str, ...] = ()
+    blurred_control: bool = False
 
     def settings(self, dataset: Dataset, explainer: Explainer) -> dict[str, Any]:
         """Return everything that the rows depend on; runs with equal settings may share a folder."""
         data = {"data": dict(dataset.identity) or {"name": dataset.name}}
         measured: dict[str, Any] = {"groups": list(self.groups), "seed": self.seed}
+        measured["blurred_control"] = self.blurred_control
         if "sanity" in self.groups:
             measured |= {"sanity_images": self.sanity_images, "unchecked": list(self.unchecked)}
         if "faithfulness" in self.groups:
@@ -78,14 +89,16 @@ class Case:
 
 
 def with_maps(cases: Sequence[Case]) -> list[Case]:
-    """Return the cases of one run with their maps, computed as a batch."""
-    methods, targets = cases[0].protocol.methods, [case.truth.target for case in cases]
-    images, labels = [case.image.image for case in cases], [method.label for method in methods]
-    flat = cases[0].explainer.explain_batch(images, methods=methods, target=targets)
-    by_image = (flat[start : start + len(labels)] for start in range(0, len(flat), len(labels)))
-    return [
-        replace(case, maps=dict(zip(labels, maps, strict=True))) for case, maps in zip(cases, by_image, strict=True)
-    ]
+    """Return the cases of one run with their maps, computed as a batch, each map followed by its blurred control."""
+    protocol, targets = cases[0].protocol, [case.truth.target for case in cases]
+    images, pairs = [case.image.image for case in cases], product(cases, protocol.methods)
+    flat = cases[0].explainer.explain_batch(images, methods=protocol.methods, target=targets)
+    maps: dict[str, dict[str, Saliency]] = {case.name: {} for case in cases}
+    for (case, method), saliency in zip(pairs, flat, strict=True):
+        maps[case.name][method.label] = saliency
+        if protocol.blurred_control and method.name not in BASELINES:
+            maps[case.name][blurred_label(method.label)] = blurred(saliency)
+    return [replace(case, maps=maps[case.name]) for case in cases]
 
 
 def measure(case: Case) -> dict[str, Any]:

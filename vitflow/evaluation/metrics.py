@@ -212,3 +212,16 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
     chosen = [metric for metric in METRICS.values() if {metric.name, metric.group} & set(requested)]
     groups = {metric.group for metric in chosen}
     return chosen, [name for name in GROUPS if name in groups]
+
+
+_SUFFIX = " (blurred)"
+
+
+def blurred_label(label: str) -> str:
+    """Return the label of a method's blurred control."""
+    return f"{label}{_SUFFIX}"
+
+
+def is_blurred(label: str) -> bool:
+    """Return True if the label is that of a blurred control."""
+    return label.endswith(_SUFFIX)

@@ -24,7 +24,7 @@ from vitflow.errors import (
 from vitflow.evaluation.card import card_method, check_count, draw_card, median_images
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Case, MeasuredImage, Protocol, add_sameness, measure, with_maps
-from vitflow.evaluation.metrics import GROUPS, choose_metrics
+from vitflow.evaluation.metrics import GROUPS, choose_metrics, is_blurred
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
 from vitflow.evaluation.targets import ImageGrid, choose_target, explain_samples, make_grids
@@ -73,6 +73,7 @@ def evaluate(
     limit: int | None = None,
     replace_by: str | None = None,
     points: int = 11,
+    blurred_control: bool = False,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
     seed: int = 0,
@@ -101,6 +102,7 @@ def evaluate(
         replace_by: replacement of removed patches: "drop" (drop their tokens from the sequence), "blank" or "blur"; by
             default "drop" if the model supports it, else "blank".
         points: number of points of the deletion and insertion curves, both ends included.
+        blurred_control: also measure each map blurred, as a control for the effect of smoothness.
         sanity_images: number of randomly drawn images for sanity, which takes many forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
         seed: seed of the random weights and the draw of images.
@@ -144,6 +146,7 @@ def evaluate(
         sanity_images=sanity_images,
         # With "all", methods that run the model again would dominate the time of the sanity checks.
         unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),
+        blurred_control=blurred_control and bool({"localisation", "faithfulness"} & set(groups)),
     )
     settings = protocol.settings(dataset, explainer)
     grids = make_grids(dataset.samples, explainer, protocol.seed) if "grid" in groups else {}
@@ -307,7 +310,8 @@ class _Run:
                 row = result if isinstance(result, Exception) else measure(result)
                 if isinstance(result, Case) and "sameness" in case.groups:
                     # As they are stored, so that the numbers of a run with and without a folder are the same.
-                    maps = {label: unpack_half(*pack_half(each.grid)) for label, each in result.maps.items()}
+                    grids = {label: each.grid for label, each in result.maps.items() if not is_blurred(label)}
+                    maps = {label: unpack_half(*pack_half(grid)) for label, grid in grids.items()}
             except Exception as error:
                 if stops_all(error, self.explainer.fit):
                     raise

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.analysis.comparison import Comparison
 from vitflow.errors import check_known
-from vitflow.evaluation.metrics import METRICS, Metric
+from vitflow.evaluation.metrics import METRICS, Metric, is_blurred
 from vitflow.evaluation.statistics import (
     Difference,
     Estimate,
@@ -152,12 +152,14 @@ class Tables:
 
     @property
     def main_methods(self) -> list[str]:
-        """Methods without baselines."""
-        return [name for name in self.methods if not self.is_baseline(name)]
+        """Methods without baselines and blurred controls."""
+        return [name for name in self.methods if not (self.is_baseline(name) or is_blurred(name))]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
-        """Return True if the metric was measured for the method."""
-        return not (metric.group == "sanity" and method in self.settings.get("unchecked", ()))
+        """Return True if the metric was measured for the method; controls are measured on one image and class only."""
+        if metric.group == "sanity" and method in self.settings.get("unchecked", ()):
+            return False
+        return not (is_blurred(method) and metric.group in ("sanity", "grid", "sameness"))
 
     @property
     def departures(self) -> dict[str, str | None]:
@@ -196,7 +198,7 @@ class Tables:
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
-        """Return the paired differences of all methods; OptionError as `table`."""
+        """Return the paired differences of all methods and controls; OptionError as `table`."""
         check_known("metric of this evaluation", metric, self.values)
         return self._differences(METRICS[metric], self.methods)
 
@@ -219,7 +221,7 @@ class Tables:
         return max(row.estimate.count for row in self.table(metric))
 
     def ranking(self, metric: str) -> list[tuple[str, float]]:
-        """Return methods and their means, best first, without baselines."""
+        """Return methods and their means, best first, without baselines and blurred controls."""
         main, rows = self.main_methods, self.table(metric)
         known = [(row.method, mean) for row in rows if row.method in main and (mean := row.estimate.mean) is not None]
         return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")

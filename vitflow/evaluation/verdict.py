@@ -16,6 +16,10 @@ _QUESTIONS = {
     "ranks best the patches that the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
     "separates one class from another best": ("grid_auc", "separation"),
 }
+_BLUR_NOTE = (
+    "Blurred controls are the same maps after a Gaussian blur of one patch. Blur improves localisation, because "
+    "objects are larger than a patch, and worsens deletion. A method that improves both does more than blur."
+)
 _REPLACED = {
     "drop": "Tokens of removed patches are dropped from the sequence.",
     "blank": "Removed patches are filled with the image's mean colour.",
@@ -102,6 +106,8 @@ def notes_on(tables: Tables) -> list[str]:
         notes.append(f"{counted(turned, 'image')} turned by EXIF: annotations are read in the frame that is displayed.")
     if "replace_by" in settings:
         notes.append(f"{_REPLACED[settings['replace_by']]} Curves have {settings['points']} points.")
+    if settings["blurred_control"]:
+        notes.append(_BLUR_NOTE)
     if "grid" in settings["groups"]:
         grids = [tuple(image["grid"]) for image in images if image["grid"]]
         made = f"{counted(len(grids), 'target')} in {counted(len(set(grids)), 'grid')}" if grids else "no grid"
