@@ -21,6 +21,7 @@ from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of,
 from vitflow.models.devices import refuse_inference_tensors
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
+from vitflow.recording.backward import INPUT_OF
 from vitflow.recording.frozen import attending_blocks, frozen_pass
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.layers import RecordedLayers
@@ -114,7 +115,7 @@ def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
         fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
         raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
     shares = trace.share_passing(block_of(path), targets)
-    entries = [f"input of {block_of(path)}", *entries_of(trace.model, path)] if shares.min() < _whole(trace) else []
+    entries = [INPUT_OF + block_of(path), *entries_of(trace.model, path)] if shares.min() < _whole(trace) else []
     if entries and not any(trace.share_passing(entry, targets).min() >= _whole(trace) for entry in entries):
         raise UnsupportedModelError(
             f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "

@@ -1,14 +1,22 @@
 """Gradients with respect to the recorded tensors of a pass, whose graph may be cut after its blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from vitflow.models.blocks import block_of, entries_of
+from vitflow.models.calls import tensors_in
 from vitflow.recording.head import BlockRun
-from vitflow.recording.isolation import checkpointing_error
+from vitflow.recording.isolation import Hook, checkpointing_error
+
+#: Beginning of the name of the input of a block; its output has the name of the block.
+INPUT_OF = "input of "
 
 
 @dataclass(slots=True)
@@ -64,3 +72,26 @@ def differentiate(
             before = totals[index]
             totals[index] = gradient if before is None else before if gradient is None else before + gradient
     return totals[:count]
+
+
+def stream_hooks(
+    model: nn.Module, modules: Mapping[str, nn.Module], features: Collection[str], keep: Callable[..., None]
+) -> Iterator[Hook]:
+    """Yield hooks on the blocks that contain features and on the first blocks of their stacks.
+
+    `keep` is called with the name of an input or output, and what a hook gets.
+    """
+    streams = [[block_of(path), *entries_of(model, path)] for path in features]
+    for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
+        yield Hook(modules[path], partial(keep, path), before=False)
+    for path in sorted({block for block, *_ in streams} & modules.keys()):
+        yield Hook(modules[path], partial(keep, INPUT_OF + path), before=True)
+
+
+def tokens_of_images(values: Any, batch: int) -> Tensor | None:
+    """Return the first tensor with an entry for each image; TNT folds tokens within patches into the batch."""
+    every = [each for each in tensors_in(values) if each.ndim]
+    tokens = next((each for each in every if len(each) == batch), None)
+    if tokens is None:  # [tokens, batch, channels]
+        tokens = next((each for each in every if each.ndim == 3 and each.shape[1] == batch), None)
+    return tokens

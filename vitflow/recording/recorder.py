@@ -8,7 +8,6 @@ attention does not call, is not needed. Afterwards the model is restored exactly
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +18,11 @@ from vitflow.errors import OptionError, ShapeError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.blocks import block_of, entries_of
-from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in, with_tokens
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, with_tokens
 from vitflow.models.devices import autocast_state
 from vitflow.models.parts import ModelState, check_recordable, modules_of, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
+from vitflow.recording.backward import INPUT_OF, stream_hooks, tokens_of_images
 from vitflow.recording.experiment import Call
 from vitflow.recording.head import HeadWatch, known_blocks
 from vitflow.recording.isolation import (
@@ -189,12 +188,8 @@ class record_attention:
             yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
-        features = self._features if self._gradients else ()
-        streams = [[block_of(path), *entries_of(self._model, path)] for path in features]
-        for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
-            yield Hook(modules[path], partial(self._keep_stream, path), before=False)
-        for path in sorted({block for block, *_ in streams} & modules.keys()):
-            yield Hook(modules[path], partial(self._keep_entered, path), before=True)
+        if self._gradients:
+            yield from stream_hooks(self._model, modules, self._features, self._keep_stream)
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
             self._watch = HeadWatch(blocks, cut=bool(self._cut), gradients=self._gradients)
@@ -256,18 +251,10 @@ class record_attention:
         self.trace.features[path] = features
         return replacement
 
-    def _keep_stream(self, path: str, args: Any, output: Any) -> None:
-        # TNT's blocks return tokens within patches, too, which are folded into the batch.
-        batch, every = self._listening.batch, [each for each in tensors_in(output) if each.ndim]
-        tokens = next((each for each in every if len(each) == batch), None)
-        if tokens is None:  # [tokens, batch, channels]
-            tokens = next((each for each in every if each.ndim == 3 and each.shape[1] == batch), None)
-        if path in self.trace.passed or tokens is None or not tokens.requires_grad:
-            tokens = None  # of several runs
-        self.trace.passed[path] = tokens
-
-    def _keep_entered(self, path: str, args: Any, kwargs: Any) -> None:
-        self._keep_stream(f"input of {path}", args, [args, kwargs])
+    def _keep_stream(self, name: str, *given: Any) -> None:
+        tokens = tokens_of_images(given if name.startswith(INPUT_OF) else given[-1], self._listening.batch)
+        several = name in self.trace.passed or tokens is None or not tokens.requires_grad
+        self.trace.passed[name] = None if several else tokens
 
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
