@@ -102,11 +102,20 @@ def known_layers(call: Call) -> Layers | None:
     return known
 
 
-def remember_layers(call: Call, layers: Sequence[AttentionLayer]) -> None:
-    """Store that each of these modules is a layer, as each reads the result of the one below."""
+def is_settled(call: Call, layers: Sequence[AttentionLayer], certified: bool) -> bool:
+    """Return True if each module is a layer, or it was known which are one; otherwise a pass has to be repeated.
+
+    In a certified pass each layer reads the result of the one below. This is stored.
+    """
+    if known_layers(call) is not None:
+        return True
+    if not certified:
+        layers_of_model = layers_of_image(call)
+        return not (layers_of_model.joined or layers_of_model.by_head)
     shapes = {layer.name: layer.example.shape for layer in layers}
     one = {name: (shape[0] // len(call.pixels), shape[-2], shape[-1]) for name, shape in shapes.items()}
-    call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: Layers(shapes=one))
+    call.state.cached((layers_of_image, *call.pixels.shape[1:]), lambda: Layers(shapes=one))
+    return True
 
 
 def short_text(state: ModelState, device: torch.device) -> Call:

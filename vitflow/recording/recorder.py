@@ -37,7 +37,7 @@ from vitflow.recording.isolation import (
 )
 from vitflow.recording.layers import LOWER_LAYERS, FusionKey
 from vitflow.recording.listening import Listening
-from vitflow.recording.parallel import Layers, known_layers, layers_of_image, remember_layers, short_text
+from vitflow.recording.parallel import Layers, is_settled, known_layers, short_text
 from vitflow.recording.places import locate
 from vitflow.recording.projections import projections_of
 from vitflow.recording.trace import Trace
@@ -233,7 +233,8 @@ class record_attention:
             self.trace.output = output
             if (logits := self._outputs(output)) is not None:
                 self._finish(logits)
-                if self._was_other() and (call := self._listening.call) is not None:
+                call = self._listening.call if self._attention and not self._within else None
+                if call is not None and not is_settled(call, self.trace.layers, self.trace.is_certified):
                     return self._model(*call.args, **call.kwargs)
         return None
 
@@ -306,18 +307,6 @@ class record_attention:
             self._listening.observe()
         else:
             self._listening.modules = known_layers(call) or Layers()
-
-    def _was_other(self) -> bool:
-        """Return True if a pass shows that some of its modules are one layer, so that it has to be repeated."""
-        trace, call = self.trace, self._listening.call
-        if not self._attention or self._within or call is None or known_layers(call) is not None:
-            return False
-        certificate = trace.certificate
-        if trace.refusal is None and certificate is not None and not certificate.error:
-            remember_layers(call, trace.layers)
-            return False
-        layers = layers_of_image(call)
-        return bool(layers.joined or layers.by_head)
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace

@@ -210,6 +210,11 @@ class Trace:
         return any(not layer.tokens.dense or layer.tokens.queries != layout for layer in self.layers)
 
     @property
+    def is_certified(self) -> bool:
+        """True if rollout applies, and the contract of the model was checked."""
+        return self.refusal is None and self.certificate is not None and not self.certificate.error
+
+    @property
     def replaces_tokens(self) -> bool:
         """True if tokens are replaced or zeroed between blocks, so that their columns are 0 in a product of layers."""
         return any(layer.passed is not None for layer in self.layers)
