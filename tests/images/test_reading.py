@@ -214,7 +214,7 @@ def test_values_in_a_part_of_their_range_are_mentioned_with_the_remedy(source, p
 BANDS = np.dstack([RGB, 255 - RGB[..., 0]])
 
 
-@pytest.mark.parametrize("kind", ["alpha", "unspecified", "planar", "16 bits", "five bands"])
+@pytest.mark.parametrize("kind", ["alpha", "unspecified", "planar", "16 bits", "pages", "three pages", "five bands"])
 def test_bands_of_a_tiff_file_are_no_transparency(tmp_path, kind):
     tifffile = pytest.importorskip("tifffile")
     planes = BANDS.transpose(2, 0, 1)
@@ -223,6 +223,8 @@ def test_bands_of_a_tiff_file_are_no_transparency(tmp_path, kind):
         "unspecified": (BANDS, {"photometric": "rgb", "extrasamples": ["unspecified"]}),
         "planar": (planes, {"photometric": "rgb", "planarconfig": "separate"}),
         "16 bits": (BANDS.astype(np.uint16) * 257, {"photometric": "rgb"}),
+        "pages": (planes.astype(np.uint16) * 257, {"photometric": "minisblack"}),
+        "three pages": (planes[:3], {"photometric": "minisblack"}),
         "five bands": (np.dstack([BANDS, RGB[..., 1]]), {"photometric": "rgb"}),
     }[kind]
     tifffile.imwrite(tmp_path / "field.tif", values, **options)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageSequence, TiffImagePlugin, UnidentifiedImageError
 
 from vitflow.errors import FrameError, ImageError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
@@ -55,7 +56,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
 
     A VitflowWarning names bands and pages that are not used, and values that fill a small part of their range, such as
     12 bits in 16. A fourth band of a TIFF or JPEG 2000 file or of an array is transparency only if most visible pixels
-    are opaque or equally transparent.
+    are opaque or equally transparent; three or four grey pages of a TIFF file are its bands.
 
     Args:
         source: a path, the bytes of a file, an open binary file (read from its start), a PIL image, or an array with
@@ -279,8 +280,14 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
             f"Expected {image_name(image)!r} to have 8 or 16 bits per channel, got 32, of which the range is unknown: "
             "pass an array of floats from 0 to 1, which are its values divided by the largest possible one."
         )
-    pages = conversion.pages_of(image)
-    notes = [f"page 1 of {pages} is read; the others are left out"] if pages > 1 else []
+    pages, notes = conversion.pages_of(image), list[str]()
+    if pages in (3, 4) and image.mode.startswith(("L", "I;16")):
+        notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
+        bands = np.stack([np.array(page) for page in islice(ImageSequence.Iterator(image), 3)], axis=2)
+        wide = bands.dtype.itemsize > 1
+        return noted_range((bands >> 8 if wide else bands).astype(np.uint8), notes, deep=wide), notes
+    if pages > 1:
+        notes = [f"page 1 of {pages} is read; the others are left out"]
     samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
     deep = any(";16" in str(tile[3:]) for tile in getattr(image, "tile", ()))
     image.load()

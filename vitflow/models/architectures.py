@@ -139,8 +139,11 @@ def size_hint(weights: Weights, draft: nn.Module, path: Path, name: str) -> str:
     patches, side = positions.shape[1] - prefix, _patch_side(weights, embed)
     if patches == expected.shape[1] - prefix or math.isqrt(max(patches, 0)) ** 2 == patches:
         return ""
-    call = f"load_model({name!r}, checkpoint={str(path)!r}, img_size=(height, width))"
-    return f"its {patches} patches of {side} pixels are no square: pass their size in Python: {call}."
+    rows = [each for each in range(patches, 0, -1) if patches % each == 0 and 0.5 <= each**2 / patches <= 2]
+    sizes = [f"({each * side}, {patches // each * side})" for each in rows] or ["(height, width)"]
+    call = f"load_model({name!r}, checkpoint={str(path)!r}, img_size={sizes[0]})"
+    others = f" (or {', '.join(sizes[1:])})" if sizes[1:] else ""
+    return f"its {patches} patches are no square: pass their size in Python, as to timm.create_model: {call}{others}."
 
 
 def plain_model_of(weights: Weights) -> str | None:
