@@ -16,7 +16,7 @@ from vitflow.recording.experiment import undisturbed
 from vitflow.recording.recorder import record_attention
 from vitflow.text import explain_generation, explain_text
 from vitflow.text.languages import reading
-from vitflow.text.visibility import is_causal
+from vitflow.text.visibility import is_causal, whole_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,16 +218,25 @@ def test_a_trial_undoes_changes_of_modules_buffers_and_attributes():
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), before.buffers(), strict=True))
 
 
-def test_attention_in_chunks_is_refused_and_attention_of_short_texts_is_not():
-    """BigBird attends in blocks above a number of words."""
+@pytest.mark.parametrize("words", [40, 43])
+def test_sparse_attention_is_measured_with_the_keys_that_chunks_share(words):
+    """In eval mode, the random blocks of BigBird are its first block, which its returned matrix holds only once."""
     sizes = {**SIZES, "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
     model = of_transformers("BigBirdForSequenceClassification", "BigBirdConfig", sizes, None).eval()
-    with pytest.raises(UnsupportedModelError, match="chunk by chunk.* Use a model with full attention"):
-        with reading(model, numbers(40)), record_attention(model), torch.no_grad():
-            model(input_ids=numbers(40))
-    with record_attention(model) as trace, torch.no_grad():
-        model(input_ids=numbers(10))
-    assert trace.attentions[0].shape[-2:] == (10, 10)
+    ids = numbers(words)
+    before = copy.deepcopy(model)(input_ids=ids, output_attentions=True)  # which leaves hooks
+    with record_attention(model, chunks=whole_attention, value_weighted="output") as trace, torch.no_grad():
+        logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits, before.logits)
+    for actual, returned in zip(trace.attentions, before.attentions, strict=True):
+        expected = returned.clone()
+        expected[:, :, 4:-4, :4] *= 3
+        torch.testing.assert_close(actual, expected[..., :words, :words], atol=1e-6, rtol=1e-5)
+    assert trace.layers[0].values.vectors.shape[-2] == words
+    assert model.bert.attention_type == "block_sparse"
+    for options in ({}, {"chunks": whole_attention, "gradients": True}):
+        with pytest.raises(UnsupportedModelError, match="chunk by chunk"), record_attention(model, **options):
+            model(input_ids=ids)
 
 
 @pytest.mark.parametrize("landmarks", [4, 16])

@@ -1,9 +1,10 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from vitflow.recording.parallel import Layers, layers_of_image
 from vitflow.recording.projections import Projection, ResultCheck, projections_of, stored_projection
 from vitflow.recording.trace import Trace
 
+# Measures the matrix and the values of a module with these arguments and heads that attends in chunks of a text.
+Chunks = Callable[[nn.Module, Sequence[Any], int], tuple[Tensor, Tensor] | None]
 # Difference of the sums of two rows, relative to their absolute sums, above which attention is not a product's factor.
 _SUM_SPREAD = 1e-2
 
@@ -53,6 +56,7 @@ class Listening(Interception):
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call, observed: the recorded model call with images; the call that `observe` repeats with one input.
         projections: output projections of attention modules by path, if values are requested.
+        chunks: measures attention that a module computes in chunks of a text, if given.
         left_out: layers that are not intercepted: the numbers of their queries and keys by path.
         recorded: paths of the finished layers of the pass.
     """
@@ -74,6 +78,7 @@ class Listening(Interception):
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
+        self.chunks: Chunks | None = None
         self.modules = Layers()
         self._keep_heads = gradients or not (fusions or means)
         self.begin_pass(Trace())
@@ -234,8 +239,8 @@ class Listening(Interception):
         key = (key if arrange is None else arrange(key)).detach()
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
-    def close(self, name: str) -> None:
-        """Finish a module, which may be a layer or one of its modules."""
+    def close(self, name: str, args: Sequence[Any]) -> None:
+        """Finish a module with these arguments, which may be a layer or one of its modules."""
         if name in self.left_out and self.call is not None:
             zeros = torch.zeros((), device=self.call.pixels.device).expand(self.batch, *self.left_out[name])
             mean = torch.zeros((), dtype=torch.float16, device=zeros.device).expand_as(zeros) if self.means else None
@@ -244,11 +249,19 @@ class Listening(Interception):
         layer, modules = self.modules.layer(name)
         self._left[layer] += 1
         if self._left[layer] % modules == 0 and (parts := self._open.pop(layer, ())):
-            self._finish(layer, parts)
+            self._finish(layer, parts, args)
 
-    def _finish(self, name: str, parts: Sequence[ModuleAttention]) -> None:
+    def _finish(self, name: str, parts: Sequence[ModuleAttention], args: Sequence[Any]) -> None:
         module, fusions = self.model.get_submodule(name), None if self._keep_heads else self.fusions
-        if how := self._pieces(name, parts):
+        how, end = self._pieces(name, parts), self.tokens
+        measured = None
+        if how and self.chunks is not None and not self.gradients:
+            measured = self.chunks(module, args, parts[0].heads.shape[1])
+        if measured is not None:
+            matrix, values = measured[0][..., :end, :end], measured[1][..., :end, :]  # without filled-up tokens
+            visible = (matrix > 0).any(dim=1) if self.wants_visible else None
+            parts, how = [ModuleAttention(matrix, None, values, parts[0].projection, visible=visible)], ""
+        if how:
             alone = "; one image at a time is supported" if how == "image by image" else ""
             raise UnsupportedModelError(
                 f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "

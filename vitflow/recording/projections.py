@@ -95,7 +95,8 @@ def projections_of(call: Call, joined: Collection[str], within: str = "") -> dic
         return {}
 
     found = {} if call.pixels.is_meta else call.cached((projections_of, *call.pixels.shape[1:]), observed)
-    for name, projection in found.items():
+    # A model may attend in other modules to a longer text, which are refused when they run.
+    for name, projection in found.items() if call.pixels.is_floating_point() else ():
         if projection.matrix is None and f"{name}.".startswith(within and f"{within}."):
             raise projection.error()
     return dict(found)

@@ -36,7 +36,7 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layers import LOWER_LAYERS, FusionKey
-from vitflow.recording.listening import Listening
+from vitflow.recording.listening import Chunks, Listening
 from vitflow.recording.parallel import Layers, is_settled, known_layers, short_text
 from vitflow.recording.places import locate
 from vitflow.recording.projections import projections_of
@@ -80,6 +80,8 @@ class record_attention:
             earlier pass has stored them: their matrices are zeros, without memory.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
+        chunks: function that measures the attention which a language model computes in chunks; without it, this is
+            refused, as with gradients.
 
     Raises:
         NoAttentionError: at the end of the block, if a forward pass had no attention between tokens.
@@ -115,6 +117,7 @@ class record_attention:
         cut: Sequence[str] = (),
         lower_layers: bool = True,
         within: str = "",
+        chunks: Chunks | None = None,
     ) -> None:
         check_layout(layout)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
@@ -133,7 +136,7 @@ class record_attention:
             means=means,
             discard_ratio=discard_ratio,
         )
-        self._listening.within, self._listening.layout = within, layout
+        self._listening.within, self._listening.layout, self._listening.chunks = within, layout, chunks
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
@@ -228,7 +231,7 @@ class record_attention:
             self._listening.end()
         if output is None:  # an exception was raised
             return None
-        self._listening.close(name)
+        self._listening.close(name, args)
         if not name:
             self.trace.output = output
             if (logits := self._outputs(output)) is not None:

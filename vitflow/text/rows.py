@@ -23,7 +23,7 @@ from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method
 from vitflow.text.languages import not_causal, reading
-from vitflow.text.visibility import is_causal
+from vitflow.text.visibility import is_causal, whole_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +155,10 @@ def _record(
     """Run and record a forward pass over a text."""
     ids = inputs["input_ids"]
     try:
-        with reading(model, ids), record_attention(model, visible=True, within=within, **kept) as trace:
+        with (
+            reading(model, ids),
+            record_attention(model, visible=True, within=within, chunks=whole_attention, **kept) as trace,
+        ):
             output: Any = model(**inputs)
     except ValueNormsError:
         plain = {"values": False} if "values" in kept else {"fusions": [("mean", False)]}
@@ -222,7 +225,7 @@ def _record_pair(
 ) -> TextTrace:
     """Run and record a forward pass over a source and its generated text."""
     text = torch.tensor([ids[:-1]], device=device_of(model))
-    with record_attention(model, visible=True, **kept) as trace:
+    with record_attention(model, visible=True, chunks=whole_attention, **kept) as trace:
         model(**inputs, decoder_input_ids=text, use_cache=False)
     indices = _streams(model, trace)
     layers = [[trace.layers[index] for index in stream] for stream in indices]

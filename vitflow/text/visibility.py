@@ -1,6 +1,7 @@
-"""Causality of a language model: whether a token sees later ones, measured by short runs."""
+"""What the tokens of a language model see: causality, and attention in blocks of a text; measured by short runs."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from vitflow.models.calls import tensors_in
 from vitflow.models.devices import device_of
 from vitflow.models.parts import ModelState, model_cache, plain_token_ids
-from vitflow.recording.experiment import Call
+from vitflow.recording.experiment import Call, undisturbed
 from vitflow.recording.isolation import Hook, hooked
 
 # The number of tokens of a text (unlikely to be a number of heads), and of those after the word that is changed.
@@ -75,3 +76,35 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
         return before.new_zeros(len(before), dtype=torch.bool)
     least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
     return (before - after).abs().amax(dim=1) > least
+
+
+def whole_attention(module: nn.Module, args: Sequence[Any], heads: int) -> tuple[Tensor, Tensor] | None:
+    """Measure the attention of a module that computes it in blocks of a text, such as BigBird, for the recorder.
+
+    Its result is computed from unit vectors in place of the values. The matrix that BigBird returns omits keys that
+    several blocks share.
+
+    Returns:
+        Matrix [batch, heads, tokens, tokens] and values [batch, heads, tokens, width], or None if their product is not
+        the result, or weights are below 0.
+    """
+    child = module._modules.get("value")
+    if child is None or not args:
+        return None
+
+    def run(change: Callable[[Tensor], Tensor | None]) -> Tensor:
+        with hooked([Hook(child, lambda _, output: change(output), before=False)]):
+            return next(tensors_in(module(*args)))
+
+    with undisturbed(module, args[0].device):
+        kept = list[Tensor]()
+        result = run(kept.append)
+        values = kept[0].unflatten(-1, (heads, -1)).transpose(1, 2)
+        columns, (tokens, width) = list[Tensor](), values.shape[-2:]
+        for first in range(0, tokens, width):
+            units = torch.eye(tokens, width).to(values).roll(first, dims=0).repeat(1, heads)
+            columns.append(run(units.expand_as).unflatten(-1, (heads, -1)))
+        matrix = torch.cat(columns, dim=-1)[..., :tokens].transpose(1, 2)
+        apart = ((matrix @ values).transpose(1, 2).flatten(2) - result).abs().max()
+    rounding = 100 * torch.finfo(result.dtype).eps * result.abs().max()
+    return None if apart > rounding or matrix.min() < 0 else (matrix, values)
