@@ -150,8 +150,9 @@ def _restore(value: Any, before: Any) -> None:
     elif isinstance(value, list):
         value[:] = before
     elif isinstance(value, set):
-        value &= before
-        value |= before
+        if value != before:  # otherwise its order would change, and with it the key of the model's cache
+            value.clear()
+            value.update(before)
     else:
         for name in [name for name in value if name not in before and _HOOKS not in str(name)]:
             del value[name]
