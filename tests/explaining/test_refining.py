@@ -16,7 +16,7 @@ from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.sampling import FLOOR, geometric_mean
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.layers import AttentionLayer
+from vitflow.recording.layers import AttentionLayer, RecordedLayers
 from vitflow.recording.recorder import record_attention
 from vitflow.registry import method_table
 
@@ -43,7 +43,7 @@ def test_the_affinity_has_the_patches_of_each_layer(attribute):
             layouts, (each if attribute == "mean" else {("mean", False): each} for each in matrices), strict=True
         )
     ]
-    actual = affinity_of(Trace(layers=layers), "attention", (2, 2)).matrix[0]
+    actual = affinity_of(Trace(layers=RecordedLayers(layers)), "attention", (2, 2)).matrix[0]
     first = [layout.num_prefix_tokens for layout in layouts]
     among = [each[0, i : i + 4, i : i + 4].double().numpy() for each, i in zip(matrices, first, strict=True)]
     np.testing.assert_allclose(actual, references.co_attention(among), rtol=1e-5)

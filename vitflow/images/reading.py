@@ -277,7 +277,7 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
     if image.mode == "F" or (image.mode == "I" and file_format not in ("PPM", "PNG")):
         raise ImageError(
-            f"Expected {image_name(image)!r} to have 8 or 16 bits per channel, got 32, of which the range is unknown: "
+            "Expected an image with 8 or 16 bits per channel, got one with 32, whose range is unknown: "
             "pass an array of floats from 0 to 1, which are its values divided by the largest possible one."
         )
     pages, notes = conversion.pages_of(image), list[str]()

@@ -13,8 +13,9 @@ from vitflow.methods.fusion import check_layer
 from vitflow.models.anatomy import class_tokens, embedding_of, transformer_of
 from vitflow.models.parts import CLASSIFIERS, pretrained_of
 
-# Names of the first norm of a block.
+# Names of the first norm of a block, in transformers, torchvision and open_clip, and in timm.
 _FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
+_TIMM_NORMS = ("norm1", "in_norm", "norm_out")
 # Names of late blocks, which add the class token.
 _LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 # Names of the norm after the last block.
@@ -76,7 +77,7 @@ def _first_norms(blocks: nn.Module) -> list[str]:
     paths = []
     for name, block in blocks.named_children():
         norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
-        known = [norm for norm in _FIRST_NORMS if hasattr(block, norm)]
+        known = [norm for norm in (*_TIMM_NORMS, *_FIRST_NORMS) if hasattr(block, norm)]
         if known or norms:
             paths.append(f"{name}.{(known or norms)[0]}")
     return paths
