@@ -100,9 +100,9 @@ def read_with_notes(
         )
     with _decoding(source, max_pixels, content=content):
         if isinstance(source, Image.Image):
-            return _from_pillow(source, max_pixels)
+            return _from_pillow(source, max_pixels, image_name(source))
         with _open(source if content is None else content) as opened:
-            return _from_pillow(opened, max_pixels)
+            return _from_pillow(opened, max_pixels, image_name(source))
 
 
 def is_open_file(source: object) -> bool:
@@ -267,7 +267,7 @@ def _kind_of(source: Any) -> str:
     return f"an empty file, or one of another type. {convert}"
 
 
-def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8], list[str]]:
+def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> tuple[NDArray[np.uint8], list[str]]:
     """RGB pixels of an opened image, upright, and notes."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
@@ -277,7 +277,7 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
     if image.mode == "F" or (image.mode == "I" and file_format not in ("PPM", "PNG")):
         raise ImageError(
-            "Expected an image with 8 or 16 bits per channel, got one with 32, whose range is unknown: "
+            f"Expected {name!r} to have 8 or 16 bits per channel, got 32, whose range is unknown: "
             "pass an array of floats from 0 to 1, which are its values divided by the largest possible one."
         )
     pages, notes = conversion.pages_of(image), list[str]()
