@@ -23,6 +23,7 @@ from vitflow.registry.method_table import BASELINES, list_methods
 _WIDTH = 100
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
 _LISTED = 3  # modules in a line
+_SCHEMES = {"permuted": "in another order", "codes": "by codes"}
 _UNMEASURED = "not measured, as rollout is refused"
 _ABOVE = "As rollout, see above."
 
@@ -217,7 +218,7 @@ def _followed(number: int, certificate: Certificate, trace: Trace) -> CheckedCla
     if number == 2:
         lost = [f"{int(each.sum())} constant tokens at {calls[index]}" for index, each in certificate.lost.items()]
         cut = f"; cut: {_some(lost)}" if lost else ""
-        words = f"tokens followed by {certificate.scheme} from block to block{cut}"
+        words = f"tokens followed {_SCHEMES[certificate.scheme]} from block to block{cut}"
         return CheckedClause(2, True, f"{calls[0]} … {calls[-1]}", words)
     windowed = sum(layer.tokens.key_index is not None for layer in trace.layers)
     order = f"{len(trace.layers) - windowed} layers in order" + (f", {windowed} in windows" if windowed else "")
