@@ -126,6 +126,15 @@ def test_heads_as_modules_have_the_maps_of_heads_in_one_module(kind):
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max(), (method, options)
 
 
+def test_a_model_that_counts_its_passes_is_repeated_once():
+    model, pixels = model_of(next(iter(JOINED.values()))), torch.rand(1, 3, 64, 64)
+    counted = Custom(lambda self, x: setattr(self, "calls", getattr(self, "calls", 0) + 1) or self.vit(x), vit=model)
+    with torch.no_grad(), record_attention(counted, layout=TokenLayout(1, 4, 4)) as trace:
+        counted(pixels)
+    assert counted.calls == 2 and len(trace.layers) == len(model.blocks)
+    assert trace.attentions[0].shape[1] == HEADS
+
+
 def test_heads_that_are_summed_before_their_projection_are_not_weighted():
     model, pixels = model_of(JOINED["sum"]), torch.rand(2, 3, 64, 64) - 0.5
     with pytest.raises(ValueNormsError, match=r"blocks\.0\.attn\.heads\.0"), torch.no_grad():

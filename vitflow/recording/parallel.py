@@ -93,12 +93,16 @@ def layers_of_image(call: Call) -> Layers:
     """Return the layers of a model for images or texts of this size, from one run that is cached; none if it fails."""
     if call.pixels.is_meta:
         return Layers()
-    return call.cached((layers_of_image, *call.pixels.shape[1:]), lambda: _observe(call, call.pixels[:1]))
+    return call.cached(_key(call), lambda: _observe(call, call.pixels[:1]))
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    return layers_of_image, *call.pixels.shape[1:]
 
 
 def known_layers(call: Call) -> Layers | None:
     """Return `layers_of_image` if a run or a recorded pass has shown them."""
-    known: Layers | None = call.state.cache.get((layers_of_image, *call.pixels.shape[1:]))
+    known: Layers | None = call.state.cache.get(_key(call))
     return known
 
 
@@ -110,11 +114,11 @@ def is_settled(call: Call, layers: Sequence[AttentionLayer], certified: bool) ->
     if known_layers(call) is not None:
         return True
     if not certified:
-        layers_of_model = layers_of_image(call)
-        return not (layers_of_model.joined or layers_of_model.by_head)
+        observed = layers_of_image(call)
+        return not (observed.joined or observed.by_head)
     shapes = {layer.name: layer.example.shape for layer in layers}
     one = {name: (shape[0] // len(call.pixels), shape[-2], shape[-1]) for name, shape in shapes.items()}
-    call.state.cached((layers_of_image, *call.pixels.shape[1:]), lambda: Layers(shapes=one))
+    call.cached(_key(call), lambda: Layers(shapes=one))
     return True
 
 

@@ -142,6 +142,7 @@ class record_attention:
         self._layout, self._readout, self._within = layout, readout, within
         self._cut, self._watch = tuple(cut), HeadWatch()
         self._is_open, self._reads, self._lower_layers = False, False, lower_layers
+        self._repeats = False  # a pass that showed that some of its modules are one layer
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
@@ -237,9 +238,17 @@ class record_attention:
             if (logits := self._outputs(output)) is not None:
                 self._finish(logits)
                 call = self._listening.call if self._attention and not self._within else None
-                if call is not None and not is_settled(call, self.trace.layers, self.trace.is_certified):
-                    return self._model(*call.args, **call.kwargs)
+                certified = self.trace.is_certified
+                if call is not None and not (self._repeats or is_settled(call, self.trace.layers, certified)):
+                    return self._repeat(call)
         return None
+
+    def _repeat(self, call: Call) -> Any:
+        self._repeats = True
+        try:
+            return self._model(*call.args, **call.kwargs)
+        finally:
+            self._repeats = False
 
     def _keep(self, path: str, args: Any, output: Any) -> Any:
         if self._gradients and not torch.is_grad_enabled():
@@ -306,7 +315,7 @@ class record_attention:
         if not self._attention:
             return
         self._listening.observed = call
-        if self._reads or self._within or (projections_of, *call.pixels.shape[1:]) in call.state.cache:
+        if self._reads or self._within or self._repeats or (projections_of, *call.pixels.shape[1:]) in call.state.cache:
             self._listening.observe()
         else:
             self._listening.modules = known_layers(call) or Layers()
