@@ -38,8 +38,7 @@ def test_stages_and_windows_are_listed_and_flow_is_refused():
 
 
 def test_two_swapped_tokens_beside_convolutions_are_refused_as_in_maps():
-    model, restore = planted("convolutional", swap(3, 9))
-    try:
+    with planted("convolutional", swap(3, 9)) as model:
         explainer = vitflow.Explainer(model, data_config=CONFIG)
         checked = vitflow.check(explainer)
         assert answers(checked) == [True, False, True, None, None]
@@ -47,16 +46,11 @@ def test_two_swapped_tokens_beside_convolutions_are_refused_as_in_maps():
         assert checked.methods["rollout"] == checked.refusal and not checked.methods["occlusion"]
         with pytest.raises(vitflow.VitflowError, match="clause 2 of vitflow check"):
             explainer.explain(torch.zeros(3, 64, 64), method="rollout")
-    finally:
-        restore()
 
 
 def test_features_above_tokens_that_are_chosen_by_values_are_refused():
-    model, restore = planted("plain", FAULTS["sort"][0])
-    try:
+    with planted("plain", FAULTS["sort"][0]) as model:
         checked = vitflow.check(model, data_config=CONFIG)
-    finally:
-        restore()
     assert checked.clauses[0].holds is False and checked.clauses[0].module == "blocks.1"
     assert all("clause 1" in checked.methods[name] for name in ("rollout", "gradcam", "similarity"))
     assert "NO " in str(checked) and "As rollout, see above" in str(checked)

@@ -1,5 +1,6 @@
 """The contract of a model: planted faults in plain, staged and convolutional models, and what keeps it."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.small import Custom
-from vitflow import Explainer, record_attention
+from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
 from vitflow.recording.token_codes import code_bits, striped_codes
@@ -32,8 +33,9 @@ def built(kind: str) -> nn.Module:
     return model.eval()
 
 
-def planted(kind: str, fault) -> nn.Module:
-    """A model with a fault in the tokens [batch, tokens, channels] that its second block returns."""
+@contextmanager
+def planted(kind: str, fault):
+    """A model with a fault in the tokens [batch, tokens, channels] that its second block returns, inside the block."""
     model = built(kind)
     blocks = {"plain": "blocks", "staged": "layers.0.blocks", "convolutional": "stages.0.blocks"}[kind]
 
@@ -44,7 +46,16 @@ def planted(kind: str, fault) -> nn.Module:
     stack = model.get_submodule(blocks)
     kept = stack[1]
     stack[1] = Custom(forward, block=kept)
-    return model, lambda: stack.__setitem__(1, kept)
+    try:
+        yield model
+    finally:
+        stack[1] = kept
+
+
+def recorded(model: nn.Module, **options) -> Trace:
+    with torch.no_grad(), record_attention(model, **options) as trace:
+        model(torch.randn(1, 3, 64, 64))
+    return trace
 
 
 def swap(first: int, second: int):
@@ -107,13 +118,9 @@ FAULTS = {
 @pytest.mark.parametrize("kind", ["plain", "staged", "convolutional"])
 @pytest.mark.parametrize(("fault", "clause"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_refused_by_its_clause(kind, fault, clause):
-    model, restore = planted(kind, fault)
-    try:
-        with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
-            model(torch.randn(1, 3, 64, 64))
-        certificate = trace.certificate
-    finally:
-        restore()
+    with planted(kind, fault) as model:
+        trace = recorded(model, head_fusion="mean")
+    certificate = trace.certificate
     if fault is FAULTS["a constant token"][0] and kind != "plain":
         clause = 2  # it is merged with others by the next stage
     if certificate is None:  # windows cannot be followed through numpy
@@ -243,12 +250,8 @@ def test_a_statistic_that_scales_tokens_is_no_mixing():
         def forward(self, x: Tensor) -> Tensor:
             return x * x.mean(1, keepdim=True).sigmoid().expand_as(x)
 
-    model, restore = planted("plain", Excite())
-    try:
-        with torch.no_grad(), record_attention(model) as trace:
-            model(torch.randn(1, 3, 64, 64))
-    finally:
-        restore()
+    with planted("plain", Excite()) as model:
+        trace = recorded(model)
     assert trace.refusal is None
 
 
@@ -257,22 +260,14 @@ def test_a_convolution_behind_its_own_padding_reaches_neighbours():
         grid = F.pad(x.mT.unflatten(2, (16, 16)), (2, 2, 2, 2))
         return x + F.conv2d(grid, torch.ones(x.shape[-1], 1, 5, 5) / 25, groups=x.shape[-1]).flatten(2).mT
 
-    model, restore = planted("staged", convolved)
-    try:
-        with torch.no_grad(), record_attention(model) as trace:
-            model(torch.randn(1, 3, 64, 64))
-    finally:
-        restore()
+    with planted("staged", convolved) as model:
+        trace = recorded(model)
     assert trace.refusal is None
 
 
 def test_tokens_that_fade_to_rounding_are_reported_as_unchecked():
-    model, restore = planted("convolutional", lambda x: 1e-9 * x + 1)
-    try:
-        with torch.no_grad(), record_attention(model) as trace:
-            model(torch.randn(1, 3, 64, 64))
-    finally:
-        restore()
+    with planted("convolutional", lambda x: 1e-9 * x + 1) as model:
+        trace = recorded(model)
     assert trace.refusal is None and trace.certificate.unchecked == ("stages.1",)
 
 
@@ -298,28 +293,19 @@ def test_faults_inside_of_the_cells_of_the_next_stage_are_found():
         return x + x.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
 
     for fault in (sums, lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)):
-        model, restore = planted("staged", fault)
-        try:
-            with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
-                model(torch.randn(1, 3, 64, 64))
-        finally:
-            restore()
+        with planted("staged", fault) as model:
+            trace = recorded(model, head_fusion="mean")
         assert trace.certificate.faults[0].clause == 2
 
 
 def test_gradcam_is_refused_above_tokens_that_attention_reads_in_another_order_than_the_block_before():
-    model, restore = planted("staged", lambda x: x)
-    block = model.layers[0].blocks[1].block
-
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.block(swap(2, 9)(x.flatten(1, 2).clone()).reshape(x.shape))
 
-    model.layers[0].blocks[1] = Custom(forward, block=block)
-    try:
-        with pytest.raises(UnsupportedModelError, match="reorders"):
-            Explainer(model, data_config=CONFIG).explain(torch.rand(3, 64, 64) * 2 - 1, method="gradcam", target=1)
-    finally:
-        restore()
+    with planted("staged", lambda x: x) as model, pytest.raises(UnsupportedModelError, match="reorders"):
+        blocks = model.layers[0].blocks
+        blocks[1] = Custom(forward, block=blocks[1].block)
+        Explainer(model, data_config=CONFIG).explain(torch.rand(3, 64, 64) * 2 - 1, method="gradcam", target=1)
 
 
 def channels_first(self, x):
