@@ -1,6 +1,7 @@
 """`vitflow.check` and `vitflow check`: the clauses that a model keeps, and the methods that apply."""
 
 import json
+from unittest import mock
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ import vitflow
 from tests.recording.test_certificate import CONFIG, FAULTS, planted, swap
 from tests.small import Custom
 from vitflow.cli import cli
+from vitflow.explaining import sampling
 
 VIT = {"img_size": 64, "depth": 2, "num_classes": 5}
 
@@ -97,3 +99,10 @@ def test_the_command_prints_the_check_and_exits_with_1_if_rollout_is_refused(tmp
     assert json.loads(refused.stdout)["methods"]["gradcam"] == ""
     assert CliRunner().invoke(cli, ["check"]).exit_code == 2
     assert CliRunner().invoke(cli, ["check", "nonsense"]).exit_code == 2
+
+
+def test_methods_are_tried_with_few_masks(monkeypatch):
+    drawn = mock.Mock(wraps=sampling.draw_masks)
+    monkeypatch.setattr(sampling, "draw_masks", drawn)
+    assert vitflow.check("demo").methods["consensus"] == ""
+    assert drawn.call_args.kwargs["masks"] < 10

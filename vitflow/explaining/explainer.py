@@ -46,6 +46,7 @@ from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_t
 from vitflow.registry.option_types import MethodOptions
 
 _USE_BATCH = "use Explainer(model).explain_batch"
+_FEW_MASKS = 8  # of a method that is only tried
 _LISTED = 5  # names of images in an error
 _OTHERS = "The other images can be explained without these; folder runs do so."
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
@@ -341,7 +342,7 @@ class Explainer(RecordedModel):
             if chosen.method.needs == {"predict"}:
                 continue  # forward passes work for every model
             try:
-                self.explain_batch([image], methods=[chosen])
+                self.explain_batch([image], methods=[chosen.with_options(masks=_FEW_MASKS)])
             except (UnsupportedModelError, OptionError) as error:
                 refusals[chosen.name] = error
         return refusals
