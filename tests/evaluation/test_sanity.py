@@ -17,18 +17,15 @@ from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
 from vitflow.evaluation.measures.sanity import (
-    cascading_randomisation,
     class_sensitivity,
-    randomised_copies,
+    randomisation,
+    randomised_copy,
     sameness,
-    stage_names,
 )
 from vitflow.registry import method_table
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
 IMAGE = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
-STAGES = ["head", "block 3", "block 2", "block 1", "embedding"]
-ENDS = ["head", "embedding"]
 
 
 @pytest.fixture
@@ -51,30 +48,12 @@ def methods(monkeypatch) -> None:
     vitflow.register_method("flat", flat)
 
 
-def stage_of(name: str) -> str:
-    if name.startswith("blocks."):
-        return f"block {int(name.split('.')[1]) + 1}"
-    return "head" if name.split(".")[0] in ("norm", "fc_norm", "head", "head_dist", "attn_pool") else "embedding"
-
-
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
-def test_weights_are_drawn_anew_from_the_top_down_and_stay_so(readout):
+def test_every_weight_is_drawn_anew_in_a_copy(readout):
     model = literal_vit.timm_model(readout)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
-    assert stage_names(model) == STAGES
-    states = {}
-    for stage, randomised in randomised_copies(Explainer(model, data_config=DATA), STAGES):
-        assert randomised.model is not model
-        states[stage] = {name: value.clone() for name, value in randomised.model.state_dict().items()}
-    assert list(states) == STAGES
-    for number, stage in enumerate(STAGES):
-        for name, value in states[stage].items():
-            entry = STAGES.index(stage_of(name))
-            if entry > number:
-                assert torch.equal(value, trained[name]), (stage, name)
-            else:
-                assert not torch.equal(value, trained[name]), (stage, name)
-                assert torch.equal(value, states[STAGES[entry]][name])  # drawn once
+    new = randomised_copy(Explainer(model, data_config=DATA), 0).model.state_dict()
+    assert not any(torch.equal(value, trained[name]) for name, value in new.items())
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
@@ -83,8 +62,7 @@ def test_each_module_is_drawn_by_its_initialiser_and_the_rest_from_a_normal():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(2.0 + 3.0 * torch.randn_like(parameter))
-    ((_, randomised),) = randomised_copies(Explainer(model), ["embedding"])
-    new = randomised.model.requires_grad_(False)
+    new = randomised_copy(Explainer(model), 0).model.requires_grad_(False)
     bound = new.head.in_features**-0.5  # torch's own: uniform within ± 1 / √fan in
     assert 0.99 * bound < new.head.weight.max() <= bound and abs(new.head.weight.mean()) < 0.1 * bound
     assert torch.equal(new.norm.weight, torch.ones(192)) and torch.equal(new.norm.bias, torch.zeros(192))
@@ -95,84 +73,43 @@ def test_each_module_is_drawn_by_its_initialiser_and_the_rest_from_a_normal():
     assert np.corrcoef(new.pos_embed.detach().ravel(), model.pos_embed.detach().ravel())[0, 1] < 0.05
 
 
-def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
+def test_a_model_without_blocks_is_checked_too():
     model = timm.create_model("resnet10t", num_classes=5).eval()
-    names = stage_names(model)
-    assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    actual = cascading_randomisation(explainer, maps_of(explainer, "input_gradient"), stages=["conv1"])
-    assert actual[0][0] == "conv1" and abs(actual[0][1][0]) < 0.6
+    assert abs(randomisation(explainer, maps_of(explainer, "input_gradient"))[0]) < 0.6
 
 
 def test_models_of_torchvision_are_checked_too():
     model = torchvision.models.VisionTransformer(32, 8, 3, 3, 24, 48, num_classes=5).eval()
     nn.init.normal_(model.heads.head.weight)
-    assert stage_names(model) == STAGES
     explainer = Explainer(model, data_config=DATA)
-    ((_, at_top),) = randomised_copies(explainer, ["block 3"])
-    trained, new = model.state_dict(), at_top.model.state_dict()
-    drawn = {name for name, value in new.items() if not torch.equal(value, trained[name])}
-    assert {name.split(".")[0] for name in drawn} == {"encoder", "heads"}
-    assert all("encoder_layer_2" in name or "encoder.ln" in name for name in drawn if name.startswith("encoder"))
-    assert len(cascading_randomisation(explainer, maps_of(explainer, "rollout"))) == 5
+    assert abs(randomisation(explainer, maps_of(explainer, "rollout"))[0]) < 1
     assert class_sensitivity(explainer, maps_of(explainer, "input_gradient"))[0] > 0
     assert can_drop_tokens(explainer)
     (actual,) = faithfulness_curves(explainer, [explainer.explain(IMAGE)], replace="drop")
     assert actual.deletion.std() > 0
 
 
-def test_a_wrapped_model_keeps_its_layers_in_the_right_order():
-    model = Custom(None, before=nn.Conv2d(3, 3, 1), vit=literal_vit.timm_model(), after=nn.Linear(5, 2))
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    assert stage_names(model) == STAGES
-    explainer = Explainer(model, data_config=DATA)
-    _, at_head = next(randomised_copies(explainer, ["head"]))
-    changed_names = {name for name, v in at_head.model.state_dict().items() if not torch.equal(v, kept[name])}
-    assert {name.split(".")[0] for name in changed_names} == {"vit", "after"}
-    assert {name.split(".")[1] for name in changed_names if name.startswith("vit")} == {"norm", "head"}
-
-
 def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
     methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
     original = maps_of(explainer, *methods, discard_ratio=0.5)
-    actual = cascading_randomisation(explainer, original, stages=STAGES, seed=3)
-    assert [stage for stage, _ in actual] == STAGES
-    for (stage, values), (same, randomised) in zip(actual, randomised_copies(explainer, STAGES, seed=3), strict=True):
-        assert stage == same
-        target = np.array([original[0].target])
-        others = randomised.explain_batch([IMAGE], methods=methods, targets=target, discard_ratio=0.5)
-        for value, before, after in zip(values[:2], original, others, strict=False):
-            rho = spearmanr(before.grid.ravel(), after.grid.ravel()).statistic
-            assert value == pytest.approx(rho, abs=1e-12)
-        assert values[2:] == [1.0, 1.0, None]  # what does not look at the model stays as it is
-    assert min(abs(actual[-1][1][0]), abs(actual[-1][1][1])) < 0.9
-    assert actual[0][1][0] > 0.999  # rollout of a token does not know the head
-
-
-def test_stages_can_be_named_and_left_out(explainer):
-    def stages(wanted):
-        return [stage for stage, _ in cascading_randomisation(explainer, rollout, stages=wanted)]
-
-    rollout, gae = maps_of(explainer, "rollout"), maps_of(explainer, "gae")
-
-    assert stages(None) == STAGES
-    assert stages(["embedding", "block 2"]) == ["block 2", "embedding"]
-    everything = dict(cascading_randomisation(explainer, gae, stages=STAGES))
-    some = dict(cascading_randomisation(explainer, gae, stages=["block 1"]))
-    assert some["block 1"] == everything["block 1"]  # the same weights, whichever stages are chosen
+    actual = randomisation(explainer, original, seed=3)
+    target = np.array([original[0].target])
+    others = maps_of(randomised_copy(explainer, 3), *methods, targets=target, discard_ratio=0.5)
+    for value, before, after in zip(actual[:2], original, others, strict=False):
+        assert value == pytest.approx(spearmanr(before.grid.ravel(), after.grid.ravel()).statistic, abs=1e-12)
+    assert actual[2:] == [1.0, 1.0, None]  # what does not look at the model stays as it is
+    assert min(map(abs, actual[:2])) < 0.9
 
 
 def test_seeds_decide_and_global_random_numbers_stay(explainer):
-    def run(seed):
-        return cascading_randomisation(explainer, maps, stages=ENDS, seed=seed)
-
     maps = maps_of(explainer, "gae")
     torch.manual_seed(5)
     expected = torch.randn(3)
     torch.manual_seed(5)
-    first = run(0)
+    first = randomisation(explainer, maps)
     assert torch.equal(torch.randn(3), expected)
-    assert run(0) == first and run(1) != first
+    assert randomisation(explainer, maps, seed=0) == first != randomisation(explainer, maps, seed=1)
 
 
 def test_the_class_is_that_of_the_maps_which_are_not_made_again(explainer, monkeypatch):
@@ -185,16 +122,16 @@ def test_the_class_is_that_of_the_maps_which_are_not_made_again(explainer, monke
         return run(self, *args, **options)
 
     monkeypatch.setattr(Explainer, "explain_batch", watched)
-    cascading_randomisation(explainer, maps, stages=ENDS)
-    assert [entry for entry, _ in requested] == [False, False] and all(target == 2 for _, target in requested)
+    randomisation(explainer, maps)
+    assert requested == [(False, 2)]
     another = changed(maps[1], score=changed(maps[1].score, index=1))
     with pytest.raises(OptionError, match="several targets"):
-        cascading_randomisation(explainer, [maps[0], another])
+        randomisation(explainer, [maps[0], another])
     with pytest.raises(OptionError, match="maps of one image"):
-        cascading_randomisation(explainer, [maps[0], changed(maps[1], image=IMAGE[::-1])])
+        randomisation(explainer, [maps[0], changed(maps[1], image=IMAGE[::-1])])
 
 
-@pytest.mark.parametrize("check", [cascading_randomisation, class_sensitivity])
+@pytest.mark.parametrize("check", [randomisation, class_sensitivity])
 def test_the_model_is_left_as_it_was(explainer, check):
     model = explainer.model.train()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -213,10 +150,8 @@ def test_maps_of_a_tensor_are_checked_on_that_tensor(explainer):
     methods = ["gae", "input_gradient"]
     maps = maps_of(explainer, *methods, image=pixels)
     target = np.array([maps[0].target])
-    _, randomised = next(randomised_copies(explainer, ["embedding"]))
-    [(_, actual)] = cascading_randomisation(explainer, maps, stages=["embedding"])
-    again = maps_of(randomised, *methods, image=pixels, targets=target)
-    assert actual == [
+    again = maps_of(randomised_copy(explainer, 0), *methods, image=pixels, targets=target)
+    assert randomisation(explainer, maps) == [
         pytest.approx(spearmanr(a.grid.ravel(), b.grid.ravel())[0]) for a, b in zip(maps, again, strict=True)
     ]
 

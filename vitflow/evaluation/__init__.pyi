@@ -7,10 +7,9 @@ from .measures.inputs import InputScores as InputScores
 from .measures.inputs import blank_inputs as blank_inputs
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import localise as localise
-from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity
+from .measures.sanity import randomisation as randomisation
 from .measures.sanity import sameness as sameness
-from .measures.sanity import stage_names as stage_names
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .results import Evaluation as Evaluation

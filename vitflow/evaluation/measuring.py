@@ -180,8 +180,7 @@ def _sanity(case: Case, values: Values) -> None:
     explainer, checked = case.explainer, [case.maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (case.protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    whole = sanity.stage_names(explainer.model)[-1:]
-    [(_, similarities)] = sanity.cascading_randomisation(explainer, checked, stages=whole, seed=seed)
+    similarities = sanity.randomisation(explainer, checked, seed=seed)
     checks = {"randomisation": [None if value is None else abs(value) for value in similarities]}
     if checked[0].target is not None:
         checks["class_sensitivity"] = sanity.class_sensitivity(explainer, checked)

@@ -1,4 +1,4 @@
-"""Sanity checks: cascading weight randomisation, sensitivity to the class, and sameness over images.
+"""Sanity checks: random weights, sensitivity to the class, and sameness over images.
 
 Each takes the explainer that made some maps and the maps, which explain one target of one image by any methods, and
 returns Spearman's ρ for each map, in order; None if a map is constant, as those without a gradient are. Maps of several
@@ -7,41 +7,29 @@ images or targets are an OptionError. Only sameness compares the maps of several
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, check_known, whole_number
+from vitflow.errors import NoGradientError, OptionError, ShapeError, VitflowWarning, whole_number
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.similarity import Values, spearman
-from vitflow.models.blocks import first_stack
 
 #: Minimum number of images of sameness.
 MIN_IMAGES = 8
 
-Stage = tuple[str, list[nn.Module]]
 
+def randomisation(explainer: Explainer, maps: Sequence[Saliency], *, seed: int = 0) -> list[float | None]:
+    """Correlate each map with the map by the same method of the same model with random weights.
 
-def cascading_randomisation(
-    explainer: Explainer,
-    maps: Sequence[Saliency],
-    *,
-    stages: Sequence[str] | None = None,
-    seed: int = 0,
-) -> list[tuple[str, list[float | None]]]:
-    """Correlate each map with the map by the same method of the same model with randomised weights.
-
-    Weights are randomised cumulatively from the top of the network down: stage "head" has a new head (everything after
-    the blocks), stage "block 9" of twelve also new blocks 12 to 9, and stage "embedding" no trained weights. All maps
-    explain the target of the original maps. Patches of the two grids are compared by signed Spearman's ρ. A map that
-    still correlates with the original after the last stage does not depend on the weights; a centre prior has ρ = 1
-    throughout.
+    All maps explain the target of the original maps. Patches of the two grids are compared by signed Spearman's ρ. A
+    map that still correlates with the original does not depend on the weights; a centre prior has ρ = 1.
 
     Weights are drawn by `reset_parameters` of each module. Parameters that it leaves unchanged, and those of modules
     without it (class token, position embedding), are drawn from a normal distribution with the mean and standard
@@ -50,36 +38,24 @@ def cascading_randomisation(
     Args:
         explainer: the explainer that made the maps.
         maps: maps of one image for one target, by any methods.
-        stages: names from `stage_names`; by default all, from the head to the whole model.
-        seed: seed of the weights, which do not depend on the chosen stages.
+        seed: seed of the weights.
 
-    Returns:
-        For each stage, from the top of the network, its name and ρ for each map, in order; None if a map is constant.
-
-    Raises:
-        OptionError: a stage is unknown, or the maps are of several images or targets.
-
-    Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
+    Source: the independent and cascading tests of Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4,
+    at their last stage: no weight is a trained one.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
     >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "centre"])
-    >>> ends = ["head", "embedding"]
-    >>> [(stage, round(centre, 3)) for stage, (_, centre) in cascading_randomisation(explainer, maps, stages=ends)]
-    [('head', 1.0), ('embedding', 1.0)]
+    >>> gae, centre = randomisation(explainer, maps)
+    >>> gae < 0.9, round(centre, 3)
+    (True, 1.0)
     """
-    names = stage_names(explainer.model)
-    stages = names if stages is None else stages
-    for stage in stages:
-        check_known("stage", stage, names)
-    results, placed = [], shared_input(maps)
+    placed = shared_input(maps)
     with warnings.catch_warnings():
         # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
-        for stage, randomised in randomised_copies(explainer, stages, seed=seed):
-            others = _explain_again(randomised, placed, maps)
-            results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
-    return results
+        others = _explain_again(randomised_copy(explainer, seed), placed, maps)
+    return [spearman(saliency.grid, other.grid) for saliency, other in zip(maps, others, strict=True)]
 
 
 def _explain_again(explainer: Explainer, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
@@ -99,50 +75,16 @@ def _explain_again(explainer: Explainer, image: PlacedImage, maps: Sequence[Sali
     return [again for saliency in maps for again in _explain_again(explainer, image, [saliency])]
 
 
-def stage_names(model: nn.Module) -> list[str]:
-    """Return the stages of a cascade over the model: head, blocks from last to first, embedding.
-
-    A model without blocks is split at its top-level modules.
-
-    >>> stage_names(Explainer("demo").model)
-    ['head', 'block 6', 'block 5', 'block 4', 'block 3', 'block 2', 'block 1', 'embedding']
-    """
-    return [name for name, _ in _stages(model)]
-
-
-def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
-    """Yield the explainer with a model randomised down to each stage in turn, in one copy that all stages share."""
-    with torch.inference_mode(False):
-        randomised = explainer.with_model(copy.deepcopy(explainer.model))
-    all_stages, seed = _stages(randomised.model), whole_number("seed", seed, 0)
-    last = max((index for index, (name, _) in enumerate(all_stages) if name in stages), default=-1)
-    for index, (name, modules) in enumerate(all_stages[: last + 1]):
-        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode(False), torch.no_grad():
-            torch.manual_seed(seed + 1_000_003 * index)
-            for module in modules:
+def randomised_copy(explainer: Explainer, seed: int) -> Explainer:
+    """Return the explainer with a copy of its model with random weights."""
+    seed = whole_number("seed", seed, 0)
+    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode(False), torch.no_grad():
+        torch.manual_seed(seed)
+        randomised = copy.deepcopy(explainer.model)
+        for module in randomised.modules():
+            if module._parameters:
                 _redraw(module)
-        if name in stages:
-            yield name, randomised
-
-
-def _stages(model: nn.Module) -> list[Stage]:
-    """Return the modules with direct parameters by stage, from the top of the network."""
-    if (holder := first_stack(model)) is None:
-        root: Stage = ("embedding", [model])
-        stages = [root, *((name, list(child.modules())) for name, child in model.named_children())]
-    else:
-        blocks = list(holder.children())
-        inside = {module for block in blocks for module in block.modules()}
-        every = [module for module in model.modules() if module not in inside]
-        # Modules registered before the blocks feed them, as do parameters of the modules that contain them.
-        split = every.index(holder)
-        stages = [
-            ("embedding", every[:split]),
-            *((f"block {number}", list(block.modules())) for number, block in enumerate(blocks, start=1)),
-            ("head", every[split:]),
-        ]
-    with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in stages]
-    return [stage for stage in reversed(with_parameters) if stage[1]]
+    return explainer.with_model(randomised)
 
 
 def _redraw(module: nn.Module) -> None:
