@@ -215,8 +215,8 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "The model uses random numbers, as Monte-Carlo dropout does: another run gives another score and map."
     if path := facts.get("cam_layer"):
         yield f"Grad-CAM at {path}: the output does not depend on the patches of a later layer."
-    if (share := facts.get("cam_share")) is not None:
-        yield f"{share:.0%} of the score's gradient pass this layer: the output is also computed from others."
+    if facts.get("cam_partial"):
+        yield "The output is also computed from other layers than that of Grad-CAM."
     if layers := facts.get("layers"):
         yield f"Layers {layers[0]} – {layers[1]}."
     if layers := facts.get("flow_layers"):

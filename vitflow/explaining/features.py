@@ -17,7 +17,7 @@ from vitflow.methods.frozen_gradient import frozen_gradient as frozen_map
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.tokens import LAYOUT, TokenLayout
 from vitflow.models.anatomy import class_token, forward_options
-from vitflow.models.blocks import block_norm, block_of, block_paths, entries_of, layer_output, lower_features
+from vitflow.models.blocks import block_norm, block_of, block_paths, layer_output, lower_features
 from vitflow.models.devices import refuse_inference_tensors
 from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
@@ -29,9 +29,6 @@ from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
 Box = Sequence[float]
-
-# Share of a gradient above which the rest is rounding, in float32 and in half precision.
-_WHOLE, _WHOLE_IN_HALF = 0.99, 0.95
 
 
 def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
@@ -82,16 +79,15 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     """
     targets, norm = trace.class_indices, block_norm(trace.model, layer)
     if layer == -1 and not _has_gradient(trace, norm, targets):
-        recorded, path, shares = _recorded_layer(trace, layer)
+        recorded, path, partial = _recorded_layer(trace, layer)
     else:
-        recorded, path, shares = trace, norm, share_of(trace, targets, norm)
-    lower: dict[str, Any] = {} if path == norm else {"cam_layer": path}
-    facts = [lower | ({} if share >= _whole(trace) else {"cam_share": round(share, 3)}) for share in shares.tolist()]
+        recorded, path, partial = trace, norm, is_partial(trace, targets, norm)
+    facts: dict[str, Any] = ({} if path == norm else {"cam_layer": path}) | ({"cam_partial": True} if partial else {})
     layout, channels_last = _located(recorded, path)
     both = recorded.features, recorded.backward(targets, pixels=False).features
     pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
-    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens), facts)
+    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens), [facts] * len(tokens))
 
 
 def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
@@ -102,26 +98,24 @@ def _has_gradient(trace: Trace, path: str, targets: Tensor) -> bool:
     return bool(gradient[:, located[0].patches].any())
 
 
-def share_of(trace: Trace, targets: Tensor, path: str) -> Tensor:
-    """Return the share of each image's gradient that passes the block of the module that Grad-CAM reads.
+def is_partial(trace: Trace, targets: Tensor, path: str) -> bool:
+    """Return True if the output is also computed from lower blocks of the stack that Grad-CAM reads at this module.
 
-    A head may also read lower blocks of the same stack, or a residual outside of the block: then the share is below
-    that of the whole. Outputs of several branches are refused.
+    Outputs of several branches, which do not all pass the first block, are refused.
     """
-    model = type(trace.model).__name__
+    model, block = type(trace.model).__name__, block_of(path)
     if path not in trace.features:
         raise UnsupportedModelError(f"{model} does not run {path}: use another layer, input_gradient or occlusion.")
     if (count := len(trace.features[path])) != (images := len(targets)):
         fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
         raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
-    shares = trace.share_passing(block_of(path), targets)
-    entries = [INPUT_OF + block_of(path), *entries_of(trace.model, path)] if shares.min() < _whole(trace) else []
-    if entries and not any(trace.share_passing(entry, targets).min() >= _whole(trace) for entry in entries):
+    partial = trace.bypasses(block, targets) and trace.bypasses(INPUT_OF + block, targets)
+    if partial and trace.bypasses(block_of(block_norm(trace.model, 1)), targets):
         raise UnsupportedModelError(
-            f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "
-            f"{block_of(path)}, and Grad-CAM would omit the rest. {OTHER_METHODS}"
+            f"{model} computes its output in several branches, not only in that of {block}, and Grad-CAM would omit "
+            f"the rest. {OTHER_METHODS}"
         )
-    return shares
+    return partial
 
 
 def measured_layer(trace: TargetedTrace, layer: int) -> tuple[str, TokenLayout]:
@@ -130,8 +124,8 @@ def measured_layer(trace: TargetedTrace, layer: int) -> tuple[str, TokenLayout]:
     return path, _located(recorded, path)[0]
 
 
-def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, Tensor]:
-    """Return another recorded pass, the module that Grad-CAM reads, and the result of `share_of`.
+def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, bool]:
+    """Return another recorded pass, the module that Grad-CAM reads, and the result of `is_partial`.
 
     For layer −1, the module is the last one with a gradient at its patches.
     """
@@ -149,12 +143,7 @@ def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, Tenso
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model), recording as recorded:
         model(trace.pixels.detach().clone(), **forward_options(model, size))
     path = next((path for path in paths if _has_gradient(recorded, path, targets)), norm)
-    return recorded, path, share_of(recorded, targets, path)
-
-
-def _whole(trace: Trace) -> float:
-    half = trace.logits is not None and trace.logits.dtype.itemsize < 4
-    return _WHOLE_IN_HALF if half else _WHOLE
+    return recorded, path, is_partial(recorded, targets, path)
 
 
 def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:

@@ -65,7 +65,7 @@ class Saliency:
         refinement, patch_box: why the map is not refined, and edges of the option `patch` if it is on another grid.
         layers, flow_layers, below: first and last layer of a rollout, of a flow, and of the rollout below a flow.
         saturated, compared_with: share of saturated flows, and what each patch is compared with by similarity.
-        cam_share, cam_layer: share of the gradient that passes the layer of Grad-CAM, and its module.
+        cam_layer, cam_partial: module of Grad-CAM, and True if the output is also computed from other layers.
         reliability, hidden: split-half correlation of sampling, and how patches were hidden.
         detection: box, probability and query; also requested and iou if a box was given.
         region: kind (of), mean_logit and pixels.

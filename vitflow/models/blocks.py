@@ -159,21 +159,6 @@ def _indices(parts: Sequence[str]) -> list[int]:
     return exact or [n for n, part in enumerate(parts[:-1]) if part.rpartition("_")[2].isdigit()]
 
 
-def entries_of(model: nn.Module, path: str) -> list[str]:
-    """Return paths of the first modules of the stacks that contain a module, innermost first, and of the model.
-
-    They do not contain the module itself, and are of the same class as the part of the stack that does: for
-    "stages.3.blocks.1.norm1", "stages.3.blocks.0" and "stages.0".
-    """
-    parts, modules = path.split("."), dict(model.named_modules())
-    entries = []
-    for own in (".".join(parts[: n + 1]) for n in reversed(_indices(parts))):
-        entry = own.rstrip("0123456789") + "0"
-        if own != entry and type(modules.get(entry)) is type(modules[own]):
-            entries.append(entry)
-    return [*entries, *(block_of(norm) for norm in block_norms(model)[:1])]
-
-
 def block_paths(model: nn.Module) -> list[str]:
     """Return the paths of a model's blocks; empty if they do not all have the same tokens."""
     stacks = _stacks(model)

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from vitflow.models.blocks import block_of, entries_of
+from vitflow.models.blocks import block_norms, block_of
 from vitflow.models.calls import tensors_in
 from vitflow.recording.head import BlockRun
 from vitflow.recording.isolation import Hook, checkpointing_error
@@ -77,14 +76,15 @@ def differentiate(
 def stream_hooks(
     model: nn.Module, modules: Mapping[str, nn.Module], features: Collection[str], keep: Callable[..., None]
 ) -> Iterator[Hook]:
-    """Yield hooks on the blocks that contain features and on the first blocks of their stacks.
+    """Yield hooks on the first block and on the blocks that contain features.
 
     `keep` is called with the name of an input or output, and what a hook gets.
     """
-    streams = [[block_of(path), *entries_of(model, path)] for path in features]
-    for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
+    blocks = modules.keys() & set(map(block_of, features))
+    first = map(block_of, block_norms(model)[:1] if blocks else ())
+    for path in sorted(blocks.union(first)):
         yield Hook(modules[path], partial(keep, path), before=False)
-    for path in sorted({block for block, *_ in streams} & modules.keys()):
+    for path in sorted(blocks):
         yield Hook(modules[path], partial(keep, INPUT_OF + path), before=True)
 
 

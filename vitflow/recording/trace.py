@@ -46,8 +46,8 @@ class Trace:
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
-        passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
-            by module path, and inputs of the blocks, as "input of …"; None for several runs.
+        passed: with gradients, outputs of the first block and of those that contain the features, by module path, and
+            inputs of the latter, as "input of …"; None for several runs.
         output: what the model returned.
         affinities: patch affinities by kind, patch grid and first layer, filled on request.
     """
@@ -305,27 +305,11 @@ class Trace:
         """Runs of blocks after which the graph of the pass is cut."""
         return [] if self.watch is None else self.watch.runs
 
-    def share_passing(self, path: str, targets: Tensor) -> Tensor:
-        """Return the share of the gradient of each image's target that passes a block on its way to the pixels.
-
-        It is 1 minus the norm of the rest relative to the whole gradient, and 0 for a block that is not in `passed`.
-        """
-        tokens, scores = self.passed.get(path), self._scores(targets)
+    def bypasses(self, name: str, targets: Tensor) -> bool:
+        """Return True if targets may also be computed from the pixels without this entry of `passed`."""
+        tokens = self.passed.get(name)
         assert self.pixels is not None
-        if tokens is None:
-            return scores.new_zeros(len(scores), dtype=torch.float32)
-        with torch.inference_mode(False):
-            if not is_bypassed(scores, tokens, [self.pixels], self._cuts):
-                return scores.new_ones(len(scores), dtype=torch.float32)
-        whole, scale = self.backward(targets).pixels, HALF_SCALE if scores.dtype == torch.float16 else 1.0
-        assert whole is not None
-        [above] = differentiate(self.model, self._cuts, [scores], [torch.full_like(scores, scale)], [tokens])
-        if above is None:
-            return whole.new_zeros(len(whole))
-        [passing] = differentiate(self.model, self._cuts, [tokens], [above], [self.pixels])
-        rest = whole if passing is None else whole - at_least_float32(passing) / scale
-        share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
-        return share.clamp_min(0.0)
+        return tokens is None or is_bypassed(self._scores(targets), tokens, [self.pixels], self._cuts)
 
     def gradients_of(self, scores: Tensor, *, pixels: bool = True) -> Backward:
         """Differentiate scores with respect to all recorded tensors.
