@@ -347,20 +347,22 @@ def test_gated_attention_is_not_weighted_by_its_values():
         explainer.explain_batch(image, method="gae", target=1, value_weighted=True)
 
 
-def test_projections_are_observed_once_per_state_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, compared, matrix, sums = model_of(), list[int](), projections._matrix, projections._sums
-    monkeypatch.setattr(projections, "_matrix", lambda *given: compared.append(1) or matrix(*given))
-    monkeypatch.setattr(projections, "_sums", lambda *given: compared.append(1) or sums(*given))
+def test_projections_are_checked_once_per_state_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sums, agree = model_of(), Mock(wraps=projections._sums), Mock(wraps=projections._agree)
+    monkeypatch.setattr(projections, "_sums", sums)
+    monkeypatch.setattr(projections, "_agree", agree)
 
-    def record() -> int:
-        compared.clear()
+    def record() -> tuple[int, int]:
+        sums.reset_mock()
+        agree.reset_mock()
         with record_attention(model, fusions=[("mean", True)]), torch.no_grad():
             model(pixels(3))
-        return len(compared)
+        return sums.call_count, agree.call_count
 
-    assert (record() >= 2 * len(model.blocks), record()) == (True, 0)  # results and what projections get
+    count = len(model.blocks)
+    assert [record(), record()] == [(2 * count, 0), (0, 0)]  # results of attention, and what projections get
     model.blocks[0].attn.proj.register_forward_hook(lambda module, given, output: output)
-    assert (record() >= len(model.blocks), record()) == (True, 0)
+    assert [record(), record()] == [(2 * count, 1), (0, 0)]
 
 
 CHANGES = {
@@ -382,7 +384,7 @@ def test_what_changes_results_between_attention_and_projection_switches_the_weig
     model = model_of()
     for block in model.blocks:
         block.attn = Custom(attend, qkv=block.attn.qkv, proj=block.attn.proj)
-    if kind in ("nothing", "what is added"):
+    if kind == "nothing":
         with record_attention(model, values=True) as trace, torch.no_grad():
             model(pixels())
         assert torch.equal(trace.layers[0].values.projection, model.blocks[0].attn.proj.weight)

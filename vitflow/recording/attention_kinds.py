@@ -47,13 +47,15 @@ _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn", "RelativePositionalMultiHeadAttention")
 # Modules that compute each head separately, without a head axis, and from the output of the previous head.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
+# Modules that add queries to the results of attention, or sum those of overlapping windows, before the projection.
+_ADDING = ("MultiScaleAttention", "OutlookAttention")
 # Models that a product of layers does not support.
 _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
     "NextViT": "attention to runs of neighbours in token order, which are not image regions",
 }
 _LISTED = {*_OTHER, *_POOLING, *_CLASS_ATTENTION, *_DIFFERENCE, *_FOLDED_WINDOWS, *_WINDOWS_FIRST, *_HEAD_BY_HEAD}
-_LISTED |= {*_REFUSED}
+_LISTED |= {*_REFUSED, *_ADDING}
 # Modules whose forward method only calls submodules, and adds, splits or concatenates tokens at most.
 _RELAYS = {
     "torch.nn.modules.container": ("Sequential", "ModuleList"),
@@ -152,6 +154,11 @@ def is_head_by_head(module: nn.Module) -> bool:
 def is_difference(module: nn.Module) -> bool:
     """Return True if a module applies the difference of two attention matrices."""
     return _kind(module) in _DIFFERENCE
+
+
+def adds_to_results(module: nn.Module) -> bool:
+    """Return True if a module adds something linear to the results of its attention before they are projected."""
+    return _kind(module) in _ADDING
 
 
 def convolves_tokens(module: nn.Module) -> bool:

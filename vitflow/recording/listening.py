@@ -35,7 +35,7 @@ from vitflow.recording.layers import (
     close_layer,
 )
 from vitflow.recording.parallel import Layers, layers_of_image
-from vitflow.recording.projections import Projection, ResultCheck, projections_of, stored_projection
+from vitflow.recording.projections import Projection, ProjectionCheck, projection_of
 from vitflow.recording.trace import Trace
 
 # Measures the matrix and the values of a module with these arguments and heads that attends in chunks of a text.
@@ -55,7 +55,7 @@ class Listening(Interception):
         within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         call, observed: the recorded model call with images; the call that `observe` repeats with one input.
-        projections: output projections of attention modules by path, if values are requested.
+        projections: output projections by the path of the module that has them, if values are requested.
         chunks: measures attention that a module computes in chunks of a text, if given.
         left_out: layers that are not intercepted: the numbers of their queries and keys by path.
         recorded: paths of the finished layers of the pass.
@@ -94,7 +94,7 @@ class Listening(Interception):
         self.call: Call | None = None
         self.observed: Call | None = None
         self.projections: dict[str, Projection] = {}
-        self._checks: dict[str, ResultCheck] = {}  # of stored projections that are used for the first time
+        self._checks: dict[Projection, ProjectionCheck] = {}  # of projections that are used for the first time
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._left: Counter[str] = Counter()  # modules of parallel layers that have run
@@ -103,24 +103,26 @@ class Listening(Interception):
     def end_pass(self) -> None:
         """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
         self._trace = Trace()
-        if self._checks and self.observed is not None:
-            names = {name for name, check in self._checks.items() if check.passed}
-            self.observed.cached(ResultCheck, set[str]).update(names)
-            if len(names) < len(self._checks):
-                self.observe()
+        for projection in self._checks:
+            projection.checked = True
         self.release()
+        self.refuse_projections()
 
     def release(self) -> None:
-        """Remove the hooks of projections."""
+        """End the checks of projections."""
         while self._checks:
-            self._checks.popitem()[1].remove()
+            self._checks.popitem()[1].release()
+
+    def refuse_projections(self) -> None:
+        """Raise ValueNormsError if an earlier pass has shown that values cannot be weighted."""
+        for projection in self.projections.values() if self.values else ():
+            if projection.matrix is None and f"{projection.path}.".startswith(self.within and f"{self.within}."):
+                raise projection.error()
 
     def observe(self) -> None:
-        """Read what runs with one input show of the modules that are one layer, and of their projections."""
+        """Read which modules are one layer, from a run with one input."""
         if self.observed is not None:
             self.modules = layers_of_image(self.observed)
-            if self.values:
-                self.projections = projections_of(self.observed, self.modules.joined, self.within)
 
     def check_batch_first(self, query: Tensor, key: Tensor) -> None:
         """Raise UnsupportedModelError if attention that takes [tokens, batch, channels] has the first two swapped."""
@@ -169,7 +171,7 @@ class Listening(Interception):
         vectors, keys = attention.value.detach(), self._keys_of(attention.key, None if packed else arrange)
         vectors = vectors if packed or arrange is None else arrange(vectors)
         projection = self._projection()
-        if check := self._checks.get(name):
+        if projection is not None and (check := self._checks.get(projection)):
             check.add(probabilities.detach().to(attention.value) @ attention.value.detach())
         part = ModuleAttention(probabilities, arrange, vectors, projection, attention.mixed, keys, visible)
         self._open.setdefault(self.modules.layer(name)[0], []).append(part)
@@ -200,7 +202,7 @@ class Listening(Interception):
         fused: dict[FusionKey, Tensor | LargestValues] = {}
         matrices = {choice: query.new_empty(batch, queries, keys) for choice in self.fusions}
         mean = query.new_empty(batch, queries, keys, dtype=torch.float16) if self.means else None
-        fuse, check = PartFusion(values), self._checks.get(name)
+        fuse, check = PartFusion(values), None if projection is None else self._checks.get(projection)
         for part in parts:
             if check is not None:
                 check.add(part.mixed)
@@ -220,17 +222,11 @@ class Listening(Interception):
         """Return the output projection of the running module if values are requested."""
         if not self.values:
             return None
-        name = self.path[-1][0]
-        if name not in self.projections:
-            projection, record = stored_projection(self.path)
-            if projection is None:
-                self.observe()
-            elif self.observed is not None and name not in self.observed.cached(ResultCheck, set[str]):
-                self._checks[name] = ResultCheck(projection, ran=type(self.path[-1][1]) is nn.MultiheadAttention)
-            if projection is None and name not in self.projections:
-                raise record.error()
-            self.projections.setdefault(name, record)
-        return self.projections[name]
+        assert self.observed is not None
+        record, projection = projection_of(self.path, self.modules.joined, self.observed, self.projections)
+        if not record.checked and record not in self._checks:
+            self._checks[record] = ProjectionCheck(record, projection, self.path[-1][1])
+        return record
 
     def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
         """Return the key vectors with concatenated heads, [batch · windows, keys, width], if requested."""

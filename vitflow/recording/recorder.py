@@ -39,7 +39,7 @@ from vitflow.recording.layers import LOWER_LAYERS, FusionKey
 from vitflow.recording.listening import Chunks, Listening
 from vitflow.recording.parallel import Layers, is_settled, known_layers, short_text
 from vitflow.recording.places import locate
-from vitflow.recording.projections import projections_of
+from vitflow.recording.projections import known_projections
 from vitflow.recording.trace import Trace
 
 
@@ -315,7 +315,9 @@ class record_attention:
         if not self._attention:
             return
         self._listening.observed = call
-        if self._reads or self._within or self._repeats or (projections_of, *call.pixels.shape[1:]) in call.state.cache:
+        self._listening.projections = known_projections(call)
+        self._listening.refuse_projections()
+        if self._reads or self._within or self._repeats:
             self._listening.observe()
         else:
             self._listening.modules = known_layers(call) or Layers()
