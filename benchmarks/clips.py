@@ -14,15 +14,15 @@ tubelets. The frames are shuffled by tubelets.
 """
 
 import argparse
-import math
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import vitflow
+from benchmarks.localisation import train
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_image
 from vitflow.evaluation.measures.localisation import localise
 
@@ -81,26 +81,8 @@ def video_model(weights: Path | None = None) -> torch.nn.Module:
     return model.eval()
 
 
-def train(file: Path, minutes: float) -> None:
-    """Train the video model with one thread and one process that draws."""
-    torch.set_num_threads(1)
-    model = video_model().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, betas=(0.9, 0.98))
-    started = time.monotonic()
-    for number, (clips, classes) in enumerate(DataLoader(DrawnClips(), batch_size=16, num_workers=1)):
-        progress = (time.monotonic() - started) / (60 * minutes)
-        if progress >= 1:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (number + 1) / 200) * (0.01 + 0.495 * (1 + math.cos(math.pi * progress)))
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(clips).logits, classes)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if number % 200 == 0:
-            print(f"{16 * number} clips, loss {loss.item():.3f}", flush=True)
-    torch.save(model.state_dict(), file)
+def class_loss(output: Any, classes: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(output.logits, classes)
 
 
 def drawn_video(seed: int) -> tuple[np.ndarray, int, slice, np.ndarray] | None:
@@ -169,7 +151,7 @@ def main() -> None:
     parser.add_argument("--method", default="gae")
     given = parser.parse_args()
     if given.train:
-        train(given.train, given.minutes)
+        train(video_model(), DrawnClips(), class_loss, given.train, given.minutes)
     elif given.video:
         measure_video(given.video, given.clips, given.method, given.figure)
     else:

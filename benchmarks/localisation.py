@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.models.swin_transformer import SwinTransformer
@@ -61,27 +62,32 @@ class Drawn(Dataset):
         return torch.from_numpy(drawn.image).permute(2, 0, 1).float() / 127.5 - 1, shares
 
 
-def train(build: Callable[[], nn.Module], file: Path, minutes: float) -> None:
-    """Train a model on drawn images with one thread and one process that draws."""
+def train(
+    model: nn.Module, data: Dataset, loss_of: Callable[[Any, Tensor], Tensor], file: Path, minutes: float
+) -> None:
+    """Train a model with one thread and one process that draws, and save its weights."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = build().train()
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, betas=(0.9, 0.98))
     started = time.monotonic()
-    for number, (pixels, shares) in enumerate(DataLoader(Drawn(), batch_size=32, num_workers=1, prefetch_factor=8)):
+    for number, (pixels, truth) in enumerate(DataLoader(data, batch_size=32, num_workers=1, prefetch_factor=8)):
         progress = (time.monotonic() - started) / (60 * minutes)
         if progress >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (number + 1) / 200) * (0.01 + 0.495 * (1 + math.cos(math.pi * progress)))
-        loss = -(shares * logits_of(model(pixels)).log_softmax(-1)).sum(-1).mean()
+        loss = loss_of(model(pixels), truth)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if number % 200 == 0:
-            print(f"{32 * number} images, loss {loss.item():.3f}", flush=True)
+            print(f"{32 * number} drawn, loss {loss.item():.3f}", flush=True)
     torch.save(model.state_dict(), file)
+
+
+def share_loss(output: Any, shares: Tensor) -> Tensor:
+    return -(shares * logits_of(output).log_softmax(-1)).sum(-1).mean()
 
 
 def trained(kind: str, weights: Path) -> vitflow.Explainer:
@@ -104,7 +110,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="NAME for its defaults, NAME:paper for the published definition")
     given = parser.parse_args()
     if given.train is not None:
-        train(KINDS[given.kind], given.train, given.minutes)
+        torch.manual_seed(0)
+        train(KINDS[given.kind](), Drawn(), share_loss, given.train, given.minutes)
         return
     warnings.simplefilter("ignore", vitflow.VitflowWarning)  # saturation has a table of its own
     every = [m.name + suffix for m in list_methods() for suffix in ("", ":paper") if not suffix or m.presets]
