@@ -49,7 +49,7 @@ def requested_for(source, out, model=plain, change=(), method="rollout", **optio
     """The inputs of a run, and what its actors are told."""
     job = make_job([method], options, overlays=False)
     fingerprint = (plain if model is broken else model)().fingerprint()
-    requested = Request(model, fingerprint | dict(change), job, 4, 10**6)
+    requested = Request(model, fingerprint | dict(change), job, 4)
     return list_inputs([source], out, urls=True).plan(job.endings), cloudpickle().dumps(requested)
 
 

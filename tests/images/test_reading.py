@@ -4,7 +4,6 @@ import io
 import os
 import re
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -380,34 +379,12 @@ def test_truncated_files(fmt, share):
 
 
 def test_decompression_bombs(monkeypatch):
-    data = encode(Image.new("1", (1000, 300)))
-    assert read_image(data, max_pixels=300_000).shape == (300, 1000, 3)
-    for max_pixels in [299_999, 150_000, 149_999, 1]:
-        with pytest.raises(ImageError, match=rf"{max_pixels:,} pixels.*max_pixels"):
-            read_image(data, max_pixels=max_pixels)
-    with pytest.raises(ImageError, match="pixels"):
-        read_image(Image.new("1", (1000, 300)), max_pixels=299_999)
-    with pytest.raises(ImageError, match="178,956,970"):
+    with pytest.raises(ImageError, match=r"178,956,970.*MAX_IMAGE_PIXELS"):
         read_image(encode(Image.new("1", (20_000, 9_000))))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert read_image(encode(LARGE)).shape == (64, 64, 3), "a limit set for others is no limit for max_pixels"
-    with pytest.raises(ImageError):
-        read_image(ENCODED["PNG"][:100], max_pixels=10**9)
-    assert Image.MAX_IMAGE_PIXELS == 1000
-
-
-def test_threads_share_the_limit_and_restore_it():
-    before = Image.MAX_IMAGE_PIXELS
-
-    def work(number: int) -> None:
-        for turn in range(30):
-            enough = (number + turn) % 2 == 0
-            with nullcontext() if enough else pytest.raises(ImageError):
-                read_image(ENCODED["PNG"], max_pixels=10**6 if enough else 1000)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert before == Image.MAX_IMAGE_PIXELS
+    with pytest.raises(ImageError, match="pixels"):
+        read_image(encode(LARGE))
+    assert read_image(LARGE).shape == (64, 64, 3), "an image that the caller has opened"
 
 
 @pytest.mark.parametrize("suffix", [".png", ".PNG", ".jpg", ".jpeg", ".webp"])

@@ -15,7 +15,6 @@ from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half,
 from vitflow.folder.decoders import Decoded, decode, decode_bytes, decode_file
 from vitflow.folder.work import Batches, auto_batch, check_target, compute_maps, explainer_for, make_job, parts
 from vitflow.images.geometry import Placement
-from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 
@@ -40,7 +39,6 @@ class BatchExplainer:
         device, fit: as for `Explainer`, if the model is given by name.
         batch_size: images per forward pass, halved if memory runs out. By default 64 on a GPU, and on a CPU 32, or 16
             with slow methods and those that compute gradients.
-        max_pixels: images with more pixels are refused.
         options: options for every method that supports them.
 
     Raises:
@@ -67,7 +65,6 @@ class BatchExplainer:
         device: str | None = None,
         fit: str = "crop",
         batch_size: int | None = None,
-        max_pixels: int = MAX_PIXELS,
         **options: Unpack[MethodOptions],
     ) -> None:
         if isinstance(model, nn.Module | Explainer):
@@ -82,7 +79,7 @@ class BatchExplainer:
         self._model = model
         self._made_with: dict[str, Any] = {"device": device, "fit": fit}
         self._image, self._id = image, id
-        self._batch_size, self._max_pixels = batch_size, max_pixels
+        self._batch_size = batch_size
         self._batches: Batches | None = None
 
     @property
@@ -153,10 +150,10 @@ class BatchExplainer:
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Decoded]:
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield decode_given(image, printable(name), self._max_pixels).named({"input": name})
+            yield decode_given(image, printable(name)).named({"input": name})
 
 
-def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_given(image: Any, name: str) -> Decoded:
     """Read an image from a column (see `BatchExplainer`); a failure becomes a failed row.
 
     >>> decode_given(b"no image", "a.png").row["error"], decode_given(np.zeros((2, 3)), "b").image.shape
@@ -165,10 +162,10 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded
     if isinstance(image, Mapping):  # from a dataset without decoding
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
-        return decode_file(str(image), max_pixels)
+        return decode_file(str(image))
     if isinstance(image, bytes | bytearray | memoryview):
-        return decode_bytes(bytes(image), name, max_pixels)
-    return decode(image, name, {}, max_pixels)
+        return decode_bytes(bytes(image), name)
+    return decode(image, name, {})
 
 
 def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, Any]:

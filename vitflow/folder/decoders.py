@@ -68,7 +68,7 @@ class Decoded:
         return Decoded(self.image, known | self.row, self.notes)
 
 
-def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_file(path: str) -> Decoded:
     """Read one file; a failure becomes a failed row, never an exception.
 
     >>> decode_file("no such file.png").row["error"]
@@ -89,25 +89,25 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
             facts["sha256"] = digest.hexdigest()
     except Exception as error:
         return failed(error, path, facts)
-    return decode(path, path, facts, max_pixels, content)
+    return decode(path, path, facts, content)
 
 
-def decode(source: Any, name: str, facts: Row, max_pixels: int, content: bytes | None = None) -> Decoded:
+def decode(source: Any, name: str, facts: Row, content: bytes | None = None) -> Decoded:
     """Read an image with the columns that are known of it; a failure becomes a failed row with this name.
 
     Other arguments are as for `read_image`.
     """
     try:
-        image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
+        image, notes = read_with_notes(source, content=content)
         return Decoded(image, facts, notes)
     except Exception as error:  # no file content may stop the run
         return failed(error, name, facts)
 
 
-def decode_bytes(content: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_bytes(content: bytes, name: str) -> Decoded:
     """Read the content of a file; a failure becomes a failed row. `name` is for its message."""
     facts: Row = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    return decode(name, name, facts, max_pixels, content)
+    return decode(name, name, facts, content)
 
 
 def failed(error: Exception, name: str, facts: Row) -> Decoded:
@@ -209,9 +209,9 @@ class DecoderPool:
     With 0 workers, this process reads images, one at a time, without protection; the timeout per image is in seconds.
     """
 
-    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT) -> None:
-        self._max_pixels, self._timeout = max_pixels, timeout
-        decode = partial(_decode_limited, max_pixels=max_pixels, timeout=timeout)
+    def __init__(self, workers: int, *, timeout: float = TIMEOUT) -> None:
+        self._timeout = timeout
+        decode = partial(_decode_limited, timeout=timeout)
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
         self._children = [Child(decode) for _ in range(workers)]
         for child in self._children:
@@ -224,7 +224,7 @@ class DecoderPool:
 
     def _decode(self, path: str) -> Decoded:
         if not self._children:
-            return decode_file(path, self._max_pixels)
+            return decode_file(path)
         child, started = self._idle.get(), time.monotonic()
         try:
             answer: Decoded = child.ask(path)
@@ -257,11 +257,11 @@ class DecoderPool:
         self.close()
 
 
-def _decode_limited(path: str, max_pixels: int, timeout: float) -> Decoded:
+def _decode_limited(path: str, timeout: float) -> Decoded:
     """Read a file in a process of a `DecoderPool`, which ends if this takes too long."""
-    _limit_memory(max_pixels)
+    _limit_memory()
     limit_time(timeout)
-    result = decode_file(path, max_pixels)
+    result = decode_file(path)
     limit_time(0)
     return result
 
@@ -276,13 +276,13 @@ def limit_time(seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _limit_memory(max_pixels: int) -> None:
+def _limit_memory() -> None:
     """Limit the memory of decoders; 48 bytes per pixel suffice for any permitted image."""
     try:
         import resource
     except ImportError:  # not available on this system
         return
-    bound = 2**31 + 48 * max_pixels
+    bound = 2**31 + 48 * MAX_PIXELS
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or bound < hard:
         resource.setrlimit(resource.RLIMIT_AS, (bound, hard))

@@ -206,7 +206,7 @@ def read_photograph(row: Mapping[str, Any], root: str) -> NDArray[np.uint8]:
         raise ImageError(
             f"The images of this run are at {printable(root)!r}: pass a local copy with --images (images=…)."
         )
-    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"])
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}")
     if decoded.row.get("sha256") not in (None, row["sha256"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
     if decoded.image is None:

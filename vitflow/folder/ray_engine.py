@@ -41,7 +41,6 @@ class Request:
     fingerprint: Mapping[str, Any]
     job: "Job"
     batch_size: int
-    max_pixels: int
 
 
 def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
@@ -95,7 +94,7 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
 
     try:
         request, batches = _loaded(request_file)
-        images = [_read(item, request.max_pixels) for item in inputs]
+        images = [_read(item) for item in inputs]
         return [
             (row, {label: saliency.grid for label, saliency in maps.items()})
             for row, maps in compute_maps(batches, images, request.job)
@@ -104,10 +103,10 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
         return [error if isinstance(error, VitflowError) else VitflowError(traceback.format_exc())]
 
 
-def _read(item: "Input", max_pixels: int) -> "Decoded":
+def _read(item: "Input") -> "Decoded":
     """Read a local file or a URL; a failure becomes a failed row."""
     if item.listed is None:
-        return decode_file(item.path, max_pixels).named(item.known)
+        return decode_file(item.path).named(item.known)
     try:
         filesystem, path = open_url(item.path)
         with filesystem.open_input_stream(path) as file:
@@ -116,7 +115,7 @@ def _read(item: "Input", max_pixels: int) -> "Decoded":
             raise ImageError(f"Expected a file of at most {_LARGEST // 2**20} MiB, got more: {printable(item.path)!r}.")
     except Exception as error:  # stores raise errors of many types
         return failed(error, item.path, item.known)
-    return decode_bytes(content, item.path, max_pixels).named(item.known)
+    return decode_bytes(content, item.path).named(item.known)
 
 
 @cache

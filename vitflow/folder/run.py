@@ -26,7 +26,6 @@ from vitflow.folder.report import report_run
 from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
-from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 
@@ -91,7 +90,6 @@ def explain_folder(
     format: str = "jpg",
     manifest: str = "jsonl",
     report: bool = False,
-    max_pixels: int = MAX_PIXELS,
     drawing: Mapping[str, Any] | None = None,
     engine: str = "local",
     address: str | None = None,
@@ -127,7 +125,6 @@ def explain_folder(
         format: format of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
         report: also write an HTML report.
-        max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
         engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
             maps without overlays, and does not support `workers` or `report`: use `draw_run` and
@@ -168,7 +165,7 @@ def explain_folder(
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
     listing = list_inputs(source, output, **selection, urls=engine == "ray")
     workers = decoder_count(len(listing.files), workers) if engine == "local" else 0
-    with DecoderPool(workers, max_pixels=max_pixels) as decoders:  # they start while the model is loaded
+    with DecoderPool(workers) as decoders:  # they start while the model is loaded
         explainer = explainer or explainer_for(model)
         check_target(job, explainer)
         known, started = explainer.fingerprint(), time.time()
@@ -185,7 +182,7 @@ def explain_folder(
             wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer, job)
             tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
             if wanted and engine == "ray":
-                run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
+                run_on_ray(wanted, Request(model, known, job, size), run, tally, address, actors)
             elif wanted:
                 Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
             record = {

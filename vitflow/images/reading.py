@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from vitflow.images.conversion import FIRST_THREE, noted_range
 
 ImageSource = str | os.PathLike[str] | bytes | BinaryIO | Image.Image | np.ndarray
 
-#: Maximum number of pixels, against decompression bombs; the limit of Pillow.
+#: Maximum number of pixels, against decompression bombs: Pillow's limit, twice `PIL.Image.MAX_IMAGE_PIXELS`.
 MAX_PIXELS = 178_956_970
 
 # Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
@@ -43,11 +42,8 @@ _UPRIGHT = {
 # Brands of HEIC files in their "ftyp" box.
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
-# Pillow's limit of pixels is global to the process: one thread at a time opens a file without it.
-_opening = threading.Lock()
 
-
-def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+def read_image(source: ImageSource) -> NDArray[np.uint8]:
     """Read an image as RGB: uint8 [height, width, 3], rotated by its EXIF orientation.
 
     The first frame of an animation or a multi-page file is read. Transparent pixels are blended with white. More than
@@ -62,24 +58,21 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
         source: a path, the bytes of a file, an open binary file (read from its start), a PIL image, or an array with
             values [height, width] (grey), [height, width, 3] (RGB) or [height, width, 4] (RGBA or a fourth band) of
             type uint8, uint16, or floats from 0 to 1.
-        max_pixels: refuse files with more pixels than this.
 
     Raises:
-        ImageError: the file is missing, empty, truncated, too large, or not an image.
+        ImageError: the file is missing, empty, truncated, not an image, or has more pixels than Pillow's limit.
         ShapeError: an array of any other shape, type or range.
 
     >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
     (2, 3, 3)
     """
-    image, notes = read_with_notes(source, max_pixels=max_pixels)
+    image, notes = read_with_notes(source)
     for note in notes:
         warnings.warn(f"{image_name(source)}: {note}", VitflowWarning, stacklevel=2)
     return image
 
 
-def read_with_notes(
-    source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
-) -> tuple[NDArray[np.uint8], list[str]]:
+def read_with_notes(source: ImageSource, *, content: bytes | None = None) -> tuple[NDArray[np.uint8], list[str]]:
     """Read an image as `read_image` does, and return its warnings, without the image's name, instead of issuing them.
 
     `content` are the bytes of the file at the path, if they are already read.
@@ -98,11 +91,11 @@ def read_with_notes(
             f"Expected an image as a path, bytes, a binary file, a PIL image or a NumPy array, got "
             f"{type(source).__name__}.{hint}"
         )
-    with _decoding(source, max_pixels, content=content):
+    with _decoding(source, content=content):
         if isinstance(source, Image.Image):
-            return _from_pillow(source, max_pixels, image_name(source))
+            return _from_pillow(source, image_name(source))
         with _open(source if content is None else content) as opened:
-            return _from_pillow(opened, max_pixels, image_name(source))
+            return _from_pillow(opened, image_name(source))
 
 
 def is_open_file(source: object) -> bool:
@@ -132,7 +125,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
 
     Transparent pixels are 0. A FrameError is raised before a file is decoded that has not the size of its image.
     """
-    with _decoding(path, MAX_PIXELS, "the mask "), _open(path) as opened:
+    with _decoding(path, "the mask "), _open(path) as opened:
         if (actual := (opened.height, opened.width)) != size:
             raise FrameError(f"Expected a mask of the image's size, {size} pixels (height, width), got {actual}.")
         values = np.asarray(opened)
@@ -185,7 +178,7 @@ def image_name(source: object) -> str:
 
 
 @contextmanager
-def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | None = None) -> Iterator[None]:
+def _decoding(source: Any, kind: str = "", content: bytes | None = None) -> Iterator[None]:
     """Turn whatever a decoder raises into an ImageError that names the source and the remedy."""
     name = (
         f"{kind}{image_name(source)!r}" if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
@@ -196,8 +189,8 @@ def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | Non
         raise
     except Image.DecompressionBombError as error:
         raise ImageError(
-            f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
-            f"If you trust the file, raise the limit with max_pixels."
+            f"Expected {name} to have at most {MAX_PIXELS:,} pixels, got more. Resize it, or, if you trust the file, "
+            "raise Pillow's limit, PIL.Image.MAX_IMAGE_PIXELS, and pass the image that it reads."
         ) from error
     except PermissionError as error:
         raise ImageError(f"Could not read {name}: {error.strerror}. Check its permissions.") from error
@@ -214,16 +207,11 @@ def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | Non
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
-    """Open an image of any size in one of the supported formats, without decoding it; Pillow tries no others."""
+    """Open an image in one of the supported formats, without decoding it; Pillow tries no others."""
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else _existing(source)
-    with _opening:
-        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-        try:
-            with suppress(UnidentifiedImageError):  # loading the readers of all formats takes longer than most images
-                return Image.open(file, formats=("JPEG", "PNG"))
-            return Image.open(file, formats=_known_formats())
-        finally:
-            Image.MAX_IMAGE_PIXELS = limit
+    with suppress(UnidentifiedImageError):  # loading the readers of all formats takes longer than most images
+        return Image.open(file, formats=("JPEG", "PNG"))
+    return Image.open(file, formats=_known_formats())
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:
@@ -267,12 +255,10 @@ def _kind_of(source: Any) -> str:
     return f"an empty file, or one of another type. {convert}"
 
 
-def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> tuple[NDArray[np.uint8], list[str]]:
+def _from_pillow(image: Image.Image, name: str) -> tuple[NDArray[np.uint8], list[str]]:
     """RGB pixels of an opened image, upright, and notes."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
-    if image.width * image.height > max_pixels:
-        raise Image.DecompressionBombError
     file_format = image.format
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
     if image.mode == "F" or (image.mode == "I" and file_format not in ("PPM", "PNG")):
