@@ -173,7 +173,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "model": explainer(activation="sigmoid"),
         "methods": ["centre"],
         "metrics": ["faithfulness"],
-        "replace_by": "blur",
+        "replace_by": "blank",
         "points": 4,
         "blurred_control": True,
         "sanity_images": 1,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,10 +18,7 @@ from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.isolation import evaluating
 
-REPLACEMENTS = ("drop", "blank", "blur")
-# σ of the blur, as a share of the shorter side. A smaller σ preserves too much: on the demo images 1/12 keeps 98 % of
-# the probability, 1/8 77 %, and 1/4 less than 1 %. On photographs 1/14 is enough.
-_BLUR = 0.25
+REPLACEMENTS = ("drop", "blank")
 
 Indices = NDArray[np.intp]
 
@@ -48,7 +44,7 @@ def logits_without(
         explainer: explainer of the model.
         placed: the image.
         choices: the kept patches of each result.
-        replace: replacement of the others as for `vitflow.evaluation.faithfulness_curves`: "drop", "blank" or "blur".
+        replace: replacement of the others as for `vitflow.evaluation.faithfulness_curves`: "drop" or "blank".
         batch_size: images or shortened sequences per forward pass; affects speed only.
 
     Raises:
@@ -61,8 +57,7 @@ def logits_without(
         if replace == "drop":
             logits = _with_dropped_tokens(explainer, pixels, choices, batch_size)
         else:
-            filler = mean_colour(pixels) if replace == "blank" else _blur(pixels)
-            logits = _with_filled_patches(explainer, pixels, choices, batch_size, filler)
+            logits = _with_blank_patches(explainer, pixels, choices, batch_size)
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
     return logits
@@ -110,16 +105,13 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
         return droppable_tokens(explainer.model, pixels, explainer.model_info.layout, explainer.outputs.read)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{explainer.model_id} cannot drop patches from its sequence. {error} "
-            'Use replace="blank" or replace="blur" instead.'
+            f'{explainer.model_id} cannot drop patches from its sequence. {error} Use replace="blank" instead.'
         ) from error
 
 
-def _with_filled_patches(
-    explainer: Explainer, pixels: Tensor, choices: Sequence[Kept], batch_size: int, filler: Tensor
-) -> Tensor:
-    """Return the logits [choices, classes] for an image whose other patches come from the filler, on the CPU."""
-    height, width = pixels.shape[-2:]
+def _with_blank_patches(explainer: Explainer, pixels: Tensor, choices: Sequence[Kept], batch_size: int) -> Tensor:
+    """Return the logits [choices, classes] for an image whose other patches have its mean colour, on the CPU."""
+    (height, width), filler = pixels.shape[-2:], mean_colour(pixels)
     grids = {(choice.grid, choice.extent) for choice in choices}
     owners = {(grid, extent): cell_owners(height, width, *grid, extent) for grid, extent in grids}
     logits = []
@@ -145,7 +137,7 @@ def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence
         if choice.grid != (layout.rows, layout.cols):
             raise ShapeError(
                 f"Dropping tokens requires a map of the model's {layout.rows} × {layout.cols} patches, got "
-                f'{" × ".join(map(str, choice.grid))}. Use replace="blank" or replace="blur", which support any grid.'
+                f'{" × ".join(map(str, choice.grid))}. Use replace="blank", which supports any grid.'
             )
         by_length.setdefault(len(choice.patches), []).append(index)
     order, logits = list[int](), list[Tensor]()
@@ -163,12 +155,3 @@ def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence
             logits.append(result.cpu().expand(len(chunk), -1))
             order += chunk
     return torch.cat(logits)[np.argsort(order)]
-
-
-def _blur(pixels: Tensor) -> Tensor:
-    """Return the model input after a Gaussian blur."""
-    image = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
-    sigma = _BLUR * min(image.shape[:2])
-    blurred = cv2.GaussianBlur(image, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101).reshape(image.shape)
-    planes = np.ascontiguousarray(blurred.transpose(2, 0, 1))
-    return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]

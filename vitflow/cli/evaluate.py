@@ -50,8 +50,8 @@ from vitflow.images import FIGURE_FORMATS
 @shared.option(
     "Measurement details",
     "--replace replace_by",
-    ("drop", "blank", "blur"),
-    "How to remove patches: drop their tokens, fill with the image's mean colour, or blur.  "
+    ("drop", "blank"),
+    "How to remove patches: drop their tokens, or fill with the image's mean colour.  "
     "[default: drop if the model supports it, else blank]",
 )
 @shared.option("Measurement details", "--points", 2, "Points of the deletion and insertion curves.", default=11)

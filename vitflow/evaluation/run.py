@@ -99,8 +99,8 @@ def evaluate(
             their maps, deletion and localisation. It requires ten images.
         images: folder of the images of an annotation file, if they are not next to it.
         limit: maximum number of images, taken from the start.
-        replace_by: replacement of removed patches: "drop" (drop their tokens from the sequence), "blank" or "blur"; by
-            default "drop" if the model supports it, else "blank".
+        replace_by: replacement of removed patches: "drop" (drop their tokens from the sequence) or "blank"; by default
+            "drop" if the model supports it, else "blank".
         points: number of points of the deletion and insertion curves, both ends included.
         blurred_control: also measure each map blurred, as a control for the effect of smoothness.
         sanity_images: number of randomly drawn images for sanity, which takes many forward passes.

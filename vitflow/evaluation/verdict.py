@@ -23,7 +23,6 @@ _BLUR_NOTE = (
 _REPLACED = {
     "drop": "Tokens of removed patches are dropped from the sequence.",
     "blank": "Removed patches are filled with the image's mean colour.",
-    "blur": "Removed patches are blurred.",
 }
 
 

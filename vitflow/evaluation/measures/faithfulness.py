@@ -74,12 +74,11 @@ def faithfulness_curves(
       removed only prefix tokens remain; a model without them, or whose output then is NaN because it averages patches,
       gets the blank image there.
     - "blank": the mean colour of the model input, as in occlusion.
-    - "blur": the image blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:
         explainer: the explainer that made the maps.
         maps: maps of the same image or model input, each with a target; their grids may differ, except for "drop".
-        replace: "drop", "blank" or "blur".
+        replace: "drop" or "blank".
         points: number of points of each curve, both ends included.
         batch_size: images or shortened sequences per forward pass; affects speed only.
 
