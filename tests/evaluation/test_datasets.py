@@ -225,18 +225,6 @@ def test_a_folder_images_is_not_a_class(folder):
     assert (union_of(images["cat.jpg"]) == painted((5, 4, 20, 12))).all()
 
 
-@pytest.mark.parametrize("place", ["cat.xml", "../labels/cat.txt", "../Annotations/cat.xml"])
-def test_annotations_that_are_not_read_are_mentioned(folder, place):
-    (folder / "images").mkdir()
-    (folder / "cat.jpg").rename(folder / "images" / "cat.jpg")
-    target = (folder / "images" / place).resolve()
-    target.parent.mkdir(exist_ok=True)
-    target.write_text("")
-    [note] = open_dataset(folder / "images").notes
-    assert f"1 {target.suffix[1:].upper()} file" in note and "COCO" in note
-    assert open_dataset([folder / "dog.jpg"]).notes == ()
-
-
 def coco(annotations, names=((1, "tabby"), (18, "dog"))):
     return {
         "images": [{"id": 7, "file_name": "cat.jpg", "width": 40, "height": 30}],

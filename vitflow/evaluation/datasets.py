@@ -6,7 +6,6 @@ import os
 import re
 import reprlib
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -24,9 +23,8 @@ _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _PROBED = 20  # items of an iterable that are read to detect regions
 _LONGEST_NAME = 4096  # characters of a path
-# Folders of images, and of annotations next to them, which are not classes.
+# Folders of images, which are not classes.
 _IMAGE_FOLDERS = ("images", "JPEGImages")
-_ANNOTATION_FOLDERS = ("labels", "annotations", "Annotations")
 
 
 def open_dataset(
@@ -290,7 +288,7 @@ def _images(
         samples.append(Sample(unique, partial(read_labelled, path, partial(parse_mask, mask, entry)), files))
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
     identity = {"root": root, "annotations": _digest([] if labels is None else [labels])}
-    return Dataset(name, kind, samples, bool(masks), identity, _unread(paths))
+    return Dataset(name, kind, samples, bool(masks), identity)
 
 
 def _find_mask(image: Path) -> Path | None:
@@ -300,18 +298,3 @@ def _find_mask(image: Path) -> Path | None:
     if image.parent.name in _IMAGE_FOLDERS:
         candidates.append(image.parent.parent / "masks" / f"{image.stem}.png")
     return next(filter(is_file, candidates), None)
-
-
-def _unread(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return a note on XML and text files of these images, which are not read."""
-    counts: Counter[str] = Counter()
-    for path in paths:
-        places = [path.parent, *(path.parent.parent / name for name in _ANNOTATION_FOLDERS)]
-        counts.update(suffix for suffix in ("xml", "txt") if any(is_file(p / f"{path.stem}.{suffix}") for p in places))
-    if not counts:
-        return ()
-    listed = " and ".join(f"{count} {suffix.upper()}" for suffix, count in counts.items())
-    return (
-        f"Not read: {listed} files of these images, which may be annotations of Pascal VOC or YOLO. Boxes are read "
-        "from COCO JSON or boxes.json.",
-    )

@@ -56,7 +56,7 @@ _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
 # Reasons for groups that cannot be measured, by what they need.
 _MISSING = {
-    "regions": "the data has no masks or boxes",
+    "regions": "the data has no masks or boxes (XML files of Pascal VOC and text files of YOLO are not read)",
     "classes": "the model has no classes",
 }
 
@@ -133,7 +133,6 @@ def evaluate(
         check_count(len(dataset))
     explainer = explainer_for(model)
     groups, notes = _possible_groups(groups, dataset, explainer)
-    notes += dataset.notes
     if methods is None or methods == "all":
         chosen, refused = _applicable_methods(explainer, dataset, chosen)
         notes += refused

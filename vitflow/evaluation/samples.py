@@ -157,7 +157,6 @@ class Dataset:
         samples: the images.
         has_regions: True if it has masks or boxes, which localisation requires.
         identity: fingerprint as JSON data.
-        notes: notes on files that are not read.
     """
 
     name: str
@@ -165,7 +164,6 @@ class Dataset:
     samples: Sequence[Sample] = field(repr=False)
     has_regions: bool
     identity: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.samples)
