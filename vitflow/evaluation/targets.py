@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
-import cv2
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from vitflow.analysis.comparison import Comparison
 from vitflow.analysis.strips import columns_of
@@ -21,6 +21,7 @@ from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.samples import Label, Labelled, Mask, Region, Sample
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.inputs import ImageInput
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.cells import cell_edges
 from vitflow.models.classes import class_index, imagenet_classes
@@ -92,20 +93,6 @@ def _imagenet_synsets() -> dict[str, int]:
 # --- Grids -----------------------------------------------------------------------------------------------------------
 
 
-def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Return four images of equal size as a 2 × 2 grid of that size, each shrunk to its cell: uint8 RGB.
-
-    >>> tile([np.full((4, 6, 3), 60 * i, np.uint8) for i in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
-    [0, 60, 120, 180]
-    """
-    heights, widths = (np.diff(cell_edges(length, 2)).tolist() for length in windows[0].shape[:2])
-    cells = [
-        cv2.resize(window, (widths[index % 2], heights[index // 2]), interpolation=cv2.INTER_AREA)
-        for index, window in enumerate(windows)
-    ]
-    return np.vstack([np.hstack(cells[:2]), np.hstack(cells[2:])]).astype(np.uint8, copy=False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageGrid:
     """Four images of different classes that the model classifies correctly, in raster order, with their classes."""
@@ -119,32 +106,26 @@ class ImageGrid:
         """Names of the images."""
         return [sample.name for sample in self.samples]
 
-    def image(self, explainer: Explainer) -> NDArray[np.uint8]:
-        """Return the images after preprocessing, tiled as one model input, uint8 RGB."""
-        windows = []
-        for sample in self.samples:
-            image = sample.read().image
-            sized = explainer.with_input_size(explainer.spec.size) if explainer.fit == "native" else explainer
-            placement = sized.preprocessing.place((image.shape[0], image.shape[1]))
-            windows.append(sized.preprocessing.cut(image, placement))
-        return tile(windows)
+    def pixels(self, explainer: Explainer) -> Tensor:
+        """Return the images as one model input, each shrunk to its cell, [channels, height, width]."""
+        rows, cols = (np.diff(cell_edges(length, 2)).tolist() for length in explainer.spec.size)
+        cells = [
+            adaptive_avg_pool2d(explainer.pixels(sample.read().image)[0].float(), (rows[place // 2], cols[place % 2]))
+            for place, sample in enumerate(self.samples)
+        ]
+        return torch.cat([torch.cat(cells[:2], dim=2), torch.cat(cells[2:], dim=2)], dim=1)
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, tuple[float, ...]]:
         """Return the score of each method's map for the class of this image, by label."""
         if not self._scores:
-            image = self.image(explainer)
-            sized = explainer.with_input_size((image.shape[0], image.shape[1]))
-            for label, maps in maps_by_class(sized, image, methods, self.classes).items():
+            for label, maps in maps_by_class(explainer, self.pixels(explainer), methods, self.classes).items():
                 self._scores[label] = [score_cell(saliency.grid, cell) for cell, saliency in enumerate(maps)]
         cell = self.names.index(name)
         return {label: scores[cell] for label, scores in self._scores.items()}
 
 
 def maps_by_class(
-    explainer: Explainer,
-    image: NDArray[np.uint8],
-    methods: Sequence[ChosenMethod],
-    classes: Sequence[int],
+    explainer: Explainer, image: ImageInput, methods: Sequence[ChosenMethod], classes: Sequence[int]
 ) -> dict[str, list[Saliency]]:
     """Return the maps of each method, by label, for each class; a method that is not class-specific has one map."""
     flat = explainer.explain_batch([image], methods=methods, targets=list(classes))

@@ -1,11 +1,10 @@
 """Image models: preprocessing, forward passes and outputs."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,13 +191,6 @@ class ImageModel:
         with torch.no_grad(), evaluating(self.model):
             logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.two_images()[0])))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
-
-    def with_input_size(self, size: tuple[int, int]) -> Self:
-        """Return this explainer for images that are resized to this (height, width), whatever their aspect."""
-        result = copy.copy(self)
-        result.inputs = copy.copy(self.inputs)
-        result.inputs.preprocessing = Preprocessing(replace(self.spec, size=size), "squash")
-        return result
 
     def pixels(self, image: ImageInput) -> Tensor:
         """Return the model input of an image, [1, channels, height, width], on the explainer's device."""
