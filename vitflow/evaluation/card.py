@@ -9,11 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 
 from vitflow.errors import OptionError, printable
+from vitflow.evaluation.metrics import METRICS
+from vitflow.evaluation.results import draw_panel
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import counted, method_title, verdict
 from vitflow.explaining.saliency import Saliency
-from vitflow.images.typesetting import BAR, BASELINE, BODY, GREY, INK, TITLE, framed, new_chart, plain, style_axes
+from vitflow.images.typesetting import BAR, BASELINE, BODY, GREY, TITLE, framed, new_chart, plain, style_axes
 
 # Width of the card, and heights of its photographs and charts, in inches.
 _WIDTH, _PHOTOGRAPH, _CHART = 7.2, 1.5, 1.7
@@ -62,7 +64,8 @@ def draw_card(tables: Tables, method: str, maps: Sequence[Saliency]) -> Figure:
     data = count if tables.data == count else f"{count} of {tables.data}"  # a list of images has no other name
     title = f"{method_title(method)}: saliency of {tables.model} on {data}"
     lead = "" if tables.lead is None else f"Photographs: the middle three by {tables.lead.title}. "
-    return framed(figure, title, [f"{lead}Bars: mean with 95 % interval.", _NOT_SHOWN])
+    shown = f"{lead}Bars: ROC-AUC of the map on the object, mean with 95 % interval."
+    return framed(figure, title, [shown, _NOT_SHOWN])
 
 
 def _draw_deletion(axes: Axes, tables: Tables, method: str) -> None:
@@ -82,19 +85,14 @@ def _draw_deletion(axes: Axes, tables: Tables, method: str) -> None:
 
 
 def _draw_localisation(axes: Axes, tables: Tables, method: str) -> None:
-    style_axes(axes, "ROC-AUC of the map on the object ↑")
-    table = {row.method: row.estimate for row in tables.table("roc_auc")} if "roc_auc" in tables.values else {}
-    if method not in table or table[method].mean is None:
-        _write(axes, "no boxes or masks")
+    rows = [row for row in tables.table("roc_auc") if row.method == method] if "roc_auc" in tables.values else []
+    if not rows or rows[0].estimate.mean is None:
+        _write(axes, "ROC-AUC of the map: no boxes or masks")
         return
-    names = [method, *(name for name in tables.methods if tables.is_baseline(name))]
-    for place, name in enumerate(names):
-        estimate = table[name]
-        axes.barh(place, estimate.mean or 0.0, height=0.62, color=BASELINE if tables.is_baseline(name) else BAR)
-        if estimate.low is not None:
-            axes.hlines(place, estimate.low, estimate.high or 0.0, color=INK, linewidth=0.9)
-    labels = [f"{method_title(name)}\n{table[name]}" for name in names]
-    axes.set_yticks(range(len(names)), labels, **plain(BODY))
+    rows += [row for row in tables.table("roc_auc") if row.baseline and row.method != method]
+    draw_panel(axes, METRICS["roc_auc"], rows)
+    labels = [f"{method_title(row.method)}\n{row.estimate}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, **plain(BODY))
     axes.set_xlim(0.0, 1.0)
     axes.invert_yaxis()
 

@@ -1,4 +1,4 @@
-"""`Evaluation`: the result of `evaluate`, with export to Markdown, JSON, CSV, pandas, charts and an HTML page."""
+"""`Evaluation`: the result of `evaluate`, with export to Markdown, JSON, CSV, charts and an HTML page."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitflow.errors import OptionError, printable
+from vitflow.errors import printable
 from vitflow.evaluation.metrics import GROUPS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import TableRow, Tables
@@ -77,18 +77,6 @@ class Evaluation(Tables):
         tables = map(self.overview, self.groups)
         bars = draw_bars(self, [self.metrics[0].group]) if self.metrics else None
         return bundle(repr(self), bars, [html_table(table.rows, table.columns) for table in tables])
-
-    def to_pandas(self) -> Any:
-        """Return `rows` as a pandas DataFrame.
-
-        Raises:
-            OptionError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError("to_pandas() requires pandas: pip install pandas, or use rows.") from error
-        return pandas.DataFrame(self.rows)
 
     def to_csv(self) -> str:
         """Return `rows` as CSV; undefined values are empty, and cells that look like formulas are escaped."""
@@ -214,7 +202,7 @@ def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
     figure.set_layout_engine("constrained", w_pad=_PAD)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(plots, metrics, strict=True):
-        _draw_panel(axes, metric, [row for row in tables.table(metric.name) if row.method in methods])
+        draw_panel(axes, metric, [row for row in tables.table(metric.name) if row.method in methods])
     first: Axes = plots[0]
     first.set_yticks(range(len(labels)), ["".join(wrap(name, MOST_WIDTH, BODY, lines=1)) for name in labels])
     for text in first.get_yticklabels():
@@ -227,7 +215,8 @@ def _titled(metric: Metric) -> str:
     return f"{metric.title} {metric.arrow}"
 
 
-def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
+def draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
+    """Draw the mean of each method with its interval; a thin line marks that of the random map."""
     means, lows, highs = (  # None becomes NaN
         np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
     )
