@@ -3,19 +3,34 @@
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.captions import NOT_SPECIFIC, departures, variant
-from vitflow.folder.columns import Row, placement_of
+from vitflow.files import natural_order
+from vitflow.folder.columns import AnyGrid, Maps, Row, placement_of
 from vitflow.folder.draw import explained, open_run, read_photograph
+from vitflow.folder.saved import SavedRun
+from vitflow.images.overlay import is_soft, scale_range
 from vitflow.models.classes import class_index
 from vitflow.registry.choices import is_signed
 from vitflow.registry.method_table import get_method
+from vitflow.viewer.pages import (
+    FAILURES_SHOWN,
+    Page,
+    color_tables,
+    data_uri,
+    drawing_of,
+    make_html,
+    placed_grids,
+    thumbnail,
+)
 
 # Labels without a class that a report names.
 _NAMED = 5
@@ -89,24 +104,25 @@ def _of_table(path: Path, inputs: Sequence[str]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def report_run(output: str | os.PathLike[str], *, labels: str | os.PathLike[str] | None = None, **options: Any) -> Path:
+def report_run(
+    output: str | os.PathLike[str], *, labels: str | os.PathLike[str] | None = None, per_page: int = 300
+) -> Path:
     """Write the report of a run, `report.html` and further pages, and return the first page's path.
+
+    It shows each image with each of its maps at any opacity, and the value of each patch. If an image is missing or has
+    changed, its map is shown alone with the reason.
 
     Args:
         output: the run's output folder.
         labels: true classes, which the report compares with the predictions: "folders" for the names of the images'
             folders, or a CSV file with the columns `file` and `label` or `label_index`.
-        options: `per_page` of the report.
+        per_page: number of images per page.
 
     Raises:
         OptionError: the folder has no run, its record is damaged, or no label is a class of the model.
     """
-    from vitflow.viewer.pages import FAILURES_SHOWN, placed_grids, thumbnail, write_report
-
     with open_run(output) as saved:
-        run = saved.fingerprint
-        run = {**run, "signed": {label: is_signed(str(name)) for label, name in run["methods"].items()}}
-        names, counts, failures = run.get("class_names"), Counter[str](), list[Row]()
+        run, counts, failures = saved.fingerprint, Counter[str](), list[Row]()
         predicted: dict[str, int | None] = {}
         for row, _ in saved.with_maps():
             counts[row["status"]] += 1
@@ -114,24 +130,97 @@ def report_run(output: str | os.PathLike[str], *, labels: str | os.PathLike[str]
                 predicted[row["input"]] = row.get("predicted_index")
             elif len(failures) < FAILURES_SHOWN:
                 failures.append(row)
-        truth = None if labels is None else Labels.read(labels, list(predicted), names)
+        truth = None if labels is None else Labels.read(labels, list(predicted), run.get("class_names"))
+        described, drawing = {label: _described(run, label) for label in run["methods"]}, run["drawing"]
+        soft = is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
+        shared = {
+            "tables": color_tables(drawing.get("cmap")),
+            "alpha": drawing.get("alpha", 0.75),
+            "drawing": drawing_of(drawing.get("background", "grey"), soft=soft),
+            "departures": {label: text for label, (_, text) in described.items()},
+        }
+        pages = range(1, max(-(-counts["explained"] // per_page), 1) + 1)
+        names = [f"report-{number}.html" if number > 1 else "report.html" for number in pages]
+        remaining = (_entry(row, maps, saved, truth.classes if truth else {}) for row, maps in explained(saved, None))
+        for number, name in zip(pages, names, strict=True):
+            entries = list(islice(remaining, per_page))
+            page = make_html(
+                "report",
+                "report",
+                title=saved.folder.resolve().name,
+                run=run,
+                explained=counts["explained"],
+                failed=counts["failed"],
+                failures=failures if number == 1 else [],
+                labels=truth and truth.in_words(predicted),
+                classes=sorted({entry["label"] for entry in entries}, key=natural_order),
+                methods={label: name for label, (name, _) in described.items()},
+                data={"images": entries, **shared},
+                pages=names,
+                number=number,
+            )
+            Page(page).save(saved.folder / name)
+        return saved.folder / names[0]
 
-        def images() -> Iterator[Row]:
-            """Yield the row of each explained image, with photograph and maps."""
-            for row, maps in explained(saved, None):
-                placed = [(placement_of(row["placement"], label), grid.shape) for label, grid in maps.items()]
-                shown: Row = {**placed_grids(placed or [(placement_of(row["placement"]), (1, 1))]), "photograph": None}
-                if truth is not None:
-                    shown["truth"] = truth.classes.get(row["input"])
-                try:
-                    shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
-                except (VitflowError, OSError) as error:
-                    shown["no_photograph"] = printable(str(error))
-                yield row | shown | {"grids": maps}
 
-        described = {label: _described(run, label) for label in run["methods"]}
-        compared = None if truth is None else truth.in_words(predicted)
-        return write_report(saved.folder, run, images(), failures, counts, named=described, labels=compared, **options)
+def _entry(row: Row, maps: Maps, saved: SavedRun, truth: Mapping[str, int]) -> dict[str, Any]:
+    """Return the data of an image on a page, for JSON."""
+    run = saved.fingerprint
+    source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
+    placed = [(placement_of(row["placement"], label), grid.shape) for label, grid in maps.items()]
+    try:
+        photograph, record = data_uri(thumbnail(read_photograph(row, run["root"]))), {}
+    except (VitflowError, OSError) as error:
+        photograph, record = None, {"photograph": printable(str(error))}
+    return {
+        "name": printable(row["input"], lines=True),
+        "link": _link(os.path.relpath(source, saved.folder)),
+        "image": photograph,
+        "size": [row["width"], row["height"]],
+        **placed_grids(placed or [(placement_of(row["placement"]), (1, 1))]),
+        "label": row["target"] or "",
+        "predicted": row["target"] is not None and row["class_index"] == row.get("predicted_index"),
+        "probability": row["probability"],
+        **_classes(row, run.get("class_names"), truth.get(row["input"])),
+        "maps": {
+            label: _map(
+                grid, run["drawing"], is_signed(str(run["methods"].get(label))), row["facts"].get(label, {}) | record
+            )
+            for label, grid in maps.items()
+        },
+        "overlays": {label: _link(path) for label, path in row["outputs"].items()},
+    }
+
+
+def _classes(row: Row, names: Sequence[str] | None, truth: int | None) -> dict[str, Any]:
+    """Return the predicted class of an image, other probable classes than its target, and its true class, by name."""
+
+    def name_of(index: int | None) -> str:
+        return "" if index is None else names[index] if names and index < len(names) else f"class {index}"
+
+    others = [[name_of(index), value] for index, value in row.get("top") or () if index != row["class_index"]]
+    classes: dict[str, Any] = {"prediction": name_of(row.get("predicted_index")), "others": others[:3]}
+    if truth is not None:
+        classes |= {"truth": name_of(truth), "wrong": truth != row.get("predicted_index")}
+    return classes
+
+
+def _link(path: str) -> str:
+    """Return a relative link to a file, with escaped bytes and without a scheme."""
+    return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
+
+
+def _map(grid: AnyGrid, drawing: Mapping[str, Any], signed: bool, facts: Mapping[str, Any]) -> dict[str, Any]:
+    limits = {name: drawing[name] for name in ("vmin", "vmax") if name in drawing}
+    low, high = scale_range(grid, **limits, signed=signed)
+    # Seven digits tell float32 values apart; more would make the page larger for nothing.
+    return {
+        "shape": list(grid.shape),
+        "values": [float(f"{value:.7g}") for value in grid.ravel()],
+        "low": low,
+        "high": high,
+        "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
+    }
 
 
 def _described(run: Mapping[str, Any], label: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""HTML pages with a common template and style, each in one file that requires no network, and the report of a run.
+"""HTML pages with a common template and style, each in one file that requires no network.
 
 A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages. A page that a
 reader can do something with has the script of all pages, `base.js`, and its own. Whatever comes from data or file names
@@ -12,14 +12,12 @@ import html
 import io
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote_from_bytes
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -28,13 +26,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import printable
-from vitflow.files import natural_order, write_atomically
+from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
-from vitflow.images.overlay import KEPT, KNEE, LUMINANCE, color_table, is_soft, scale_range
+from vitflow.images.overlay import KEPT, KNEE, LUMINANCE, color_table
 from vitflow.images.typesetting import decimal
 
-#: Names of the classes by index, if they are known.
-Names = Sequence[str] | None
 #: Maximum number of failed inputs listed on a page; the manifest lists all.
 FAILURES_SHOWN = 200
 
@@ -147,118 +143,3 @@ def color_tables(cmap: str | None) -> dict[str, dict[str, list[Any]]]:
         colors, shares = color_table(cmap, two_sides)
         tables[name] = {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
     return tables
-
-
-def write_report(
-    output: Path,
-    run: Mapping[str, Any],
-    images: Iterable[Mapping[str, Any]],
-    failures: Sequence[Mapping[str, Any]],
-    counts: Mapping[str, int],
-    *,
-    named: Mapping[str, tuple[str, str]],
-    labels: str | None,
-    per_page: int = 300,
-) -> Path:
-    """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
-
-    It shows each image with each of its maps at any opacity, and the value of each patch. If an image is missing or has
-    changed, its map is shown alone with the reason.
-
-    Args:
-        output: output folder of the run, which receives the pages.
-        run: settings of the run: "root", "model", "methods", "options", "drawing", …, and whether maps of each method
-            are "signed".
-        images: the row of each explained image, with its "photograph" as JPEG, or None and the reason as
-            "no_photograph"; the "grids" of its maps; their `placed_grids`; and the index of its true class as "truth",
-            or None, if there are labels.
-        failures: rows of the first images that failed.
-        counts: number of "explained" and "failed" images.
-        named: the displayed name of each method, and how its options differ from its publication, as text.
-        labels: how the predictions compare with the labels, as text; None without labels.
-        per_page: number of images per page.
-    """
-    drawing, remaining = run["drawing"], iter(images)
-    soft = is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
-    count = max(-(-counts["explained"] // per_page), 1)
-    names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
-    shared = {
-        "tables": color_tables(drawing.get("cmap")),
-        "alpha": drawing.get("alpha", 0.75),
-        "drawing": drawing_of(drawing.get("background", "grey"), soft=soft),
-        "departures": {label: text for label, (_, text) in named.items()},
-    }
-    for number, name in enumerate(names, start=1):
-        entries = [_entry(row, run, output) for row in islice(remaining, per_page)]
-        page = make_html(
-            "report",
-            "report",
-            title=output.resolve().name,
-            run=run,
-            explained=counts["explained"],
-            failed=counts["failed"],
-            failures=failures if number == 1 else [],
-            labels=labels,
-            classes=sorted({entry["label"] for entry in entries}, key=natural_order),
-            methods={label: name for label, (name, _) in named.items()},
-            data={"images": entries, **shared},
-            pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
-            number=number,
-        )
-        Page(page).save(output / name)
-    return output / names[0]
-
-
-def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict[str, Any]:
-    """Return the data of an image on the page, for JSON."""
-    source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-    photograph, reason = row["photograph"], row.get("no_photograph")
-    record = {} if reason is None else {"photograph": reason}
-    return {
-        "name": printable(row["input"], lines=True),
-        "link": _link(os.path.relpath(source, output)),
-        "image": photograph and data_uri(photograph),
-        "size": [row["width"], row["height"]],
-        "window": row["window"],
-        "areas": row["areas"],
-        "label": row["target"] or "",
-        "predicted": row["target"] is not None and row["class_index"] == row.get("predicted_index"),
-        "probability": row["probability"],
-        **_classes(row, run.get("class_names")),
-        "maps": {
-            name: _map(grid, run, run["signed"].get(name, True), row["facts"].get(name, {}) | record)
-            for name, grid in row["grids"].items()
-        },
-        "overlays": {name: _link(path) for name, path in row["outputs"].items()},
-    }
-
-
-def _classes(row: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return the predicted class of an image, other probable classes than its target, and its true class, by name."""
-
-    def name_of(index: int | None) -> str:
-        return "" if index is None else names[index] if names and index < len(names) else f"class {index}"
-
-    others = [[name_of(index), value] for index, value in row.get("top") or () if index != row["class_index"]]
-    classes: dict[str, Any] = {"prediction": name_of(row.get("predicted_index")), "others": others[:3]}
-    if (truth := row.get("truth")) is not None:
-        classes |= {"truth": name_of(truth), "wrong": truth != row.get("predicted_index")}
-    return classes
-
-
-def _link(path: str) -> str:
-    """Return a relative link to a file, with escaped bytes and without a scheme."""
-    return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
-
-
-def _map(grid: NDArray[np.float32], run: Mapping[str, Any], signed: bool, facts: Mapping[str, Any]) -> dict[str, Any]:
-    limits = {name: run["drawing"][name] for name in ("vmin", "vmax") if name in run["drawing"]}
-    low, high = scale_range(grid, **limits, signed=signed)
-    # Seven digits tell float32 values apart; more would make the page larger for nothing.
-    return {
-        "shape": list(grid.shape),
-        "values": [float(f"{value:.7g}") for value in grid.ravel()],
-        "low": low,
-        "high": high,
-        "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
-    }
