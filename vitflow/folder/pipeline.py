@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -31,7 +31,11 @@ _Explained = list[tuple[Row, SaliencyMaps]]
 
 
 class Pipeline:
-    """One run over the inputs without a finished row; a row is stored once its image's files are written."""
+    """One run over the inputs without a finished row; a row is stored once its image's files are written.
+
+    The composition of a batch may change the last bits of the results, so that those of a resumed run agree with those
+    of an uninterrupted one to rounding.
+    """
 
     def __init__(
         self, explainer: Explainer, job: Job, decoders: DecoderPool, run: Run, tally: Tally, *, batch_size: int
@@ -43,26 +47,23 @@ class Pipeline:
         self._explaining: deque[tuple[list[Decoded], Future[_Explained]]] = deque()
         self._writing: deque[tuple[int, Future[tuple[Row, Maps]]]] = deque()  # (bytes of pixels, row and grids)
 
-    def run(self, inputs: Sequence[Input], missing: set[str]) -> None:
-        """Explain the inputs whose keys are in `missing`.
-
-        Batches are the same in every run over the same inputs: a resumed run recomputes an interrupted batch as a
-        whole, since the composition of a batch may change the last bits of the results.
-        """
+    def run(self, inputs: Sequence[Input]) -> None:
+        """Explain the inputs, in batches that are read ahead and divided among the lanes."""
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
         # Slow methods use all threads anyway, and react to Ctrl-C only in this thread.
         lanes = Lanes(self._explainer, self._batch_size, several=not self._slow)
+        futures = (self._decoders.submit(item.path) for item in inputs)
+        ahead = in_order(futures, self._batch_size, lambda result: result.nbytes)
         try:
-            for count, batch in self._batches(inputs, missing):
-                for images in parts(lanes.batches[0], batch, -(-count // lanes.count)):
-                    wanted = sum(image.row["input"] in missing for image in images)
-                    if wanted:
-                        future = lanes.submit(partial(self._explain, images, wanted))
-                        self._explaining.append((images, future))
+            for start in range(0, len(inputs), self._batch_size):
+                batch = inputs[start : start + self._batch_size]
+                read = (self._noted(item, next(ahead)) for item in batch)
+                for images in parts(lanes.batches[0], read, -(-len(batch) // lanes.count)):
+                    self._explaining.append((images, lanes.submit(partial(self._explain, images))))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
-                        self._hand_over(writers, missing)
+                        self._hand_over(writers)
             while self._explaining:
-                self._hand_over(writers, missing)
+                self._hand_over(writers)
             while self._writing:
                 self._commit()
             for note, (name, count) in self._notes.items():
@@ -75,54 +76,27 @@ class Pipeline:
             writers.shutdown(wait=True, cancel_futures=True)
             self._run.put([future.result() for _, future in self._writing if not future.cancelled()])
 
-    def _batches(self, inputs: Sequence[Input], missing: set[str]) -> Iterator[tuple[int, Iterator[Decoded]]]:
-        """Yield the number of images of each batch, and these in order, read lazily unless some are finished.
-
-        Finished images are reread if their batch is recomputed.
-        """
-        futures = (self._decoders.submit(item.path) for item in inputs if item.key in missing)
-        ahead = in_order(futures, self._batch_size, lambda result: result.nbytes)
-        for start in range(0, len(inputs), self._batch_size):
-            batch = inputs[start : start + self._batch_size]
-            read = ((item, self._noted(item, next(ahead))) for item in batch if item.key in missing)
-            if all(item.key in missing for item in batch):
-                yield len(batch), (result for _, result in read)
-                continue
-            decoded = {item.key: result for item, result in read}
-            recomputed = any(result.image is not None for result in decoded.values())
-            members = [item for item in batch if recomputed or item.key in decoded]
-            yield (
-                len(members),
-                (
-                    decoded.pop(item.key)
-                    if item.key in missing
-                    else self._decoders.submit(item.path).result().named(item.known)
-                    for item in members
-                ),
-            )
-
     def _noted(self, item: Input, result: Decoded) -> Decoded:
-        """Collect the notes on a new image, and return it with the columns known of its input."""
+        """Collect the notes on an image, and return it with the columns known of its input."""
         for note in result.notes:
             name, count = self._notes.get(note, (printable(item.key), 0))
             self._notes[note] = name, count + 1
         return result.named(item.known)
 
-    def _explain(self, images: list[Decoded], wanted: int, batches: Batches) -> _Explained:
+    def _explain(self, images: list[Decoded], batches: Batches) -> _Explained:
         """Return the results of a part, computed by a lane; slow methods report progress."""
 
         def report(share: float) -> None:
-            self._tally.share(len(self._writing) + share * wanted)
+            self._tally.share(len(self._writing) + share * len(images))
 
         with watched(report, self._slow) if self._slow else nullcontext():
             return compute_maps(batches, images, self._job)
 
-    def _hand_over(self, writers: ThreadPoolExecutor, missing: set[str]) -> None:
+    def _hand_over(self, writers: ThreadPoolExecutor) -> None:
         """Submit the oldest part to the writers, and wait if too much is pending: the disk is the bottleneck."""
         images, explained = self._explaining.popleft()
         for image, (row, maps) in zip(images, explained.result(), strict=True):
-            if row["input"] in missing:
-                self._writing.append((image.nbytes, writers.submit(self._write, row, maps)))
+            self._writing.append((image.nbytes, writers.submit(self._write, row, maps)))
         while self._writing and (
             self._writing[0][1].done()
             or len(self._writing) > 2 * self._batch_size

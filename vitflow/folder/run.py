@@ -178,13 +178,13 @@ def explain_folder(
                 warnings.warn(note, VitflowWarning, stacklevel=2)
             inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
             by_key = {item.key: item for item in inputs}
-            missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))
-            wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer, job)
+            missing = run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output))
+            wanted, size = [by_key[key] for key in missing], batch_size or auto_batch(explainer, job)
             tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
             if wanted and engine == "ray":
                 run_on_ray(wanted, Request(model, known, job, size), run, tally, address, actors)
             elif wanted:
-                Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
+                Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(wanted)
             record = {
                 "command": list(command) if command else None,
                 "settings": selection | {"left_out": dict(listing.unread)},
