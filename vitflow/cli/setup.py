@@ -22,9 +22,6 @@ from vitflow.registry.method_table import Method
 from vitflow.registry.options import OPTIONS, default_in_words
 from vitflow.text.method_table import list_methods
 
-# Timeout of the hub, in seconds.
-_PATIENCE = 2.0
-
 
 @click.command(short_help="List the methods, or describe one.", panel="Setup")
 @click.argument("name", required=False)
@@ -104,10 +101,9 @@ def demo(output: Path) -> None:
 
 @click.command(short_help="Check the installation.", panel="Setup")
 def doctor() -> None:
-    """Report versions, the device, installed extras, and whether a model runs and the hub can be reached.
+    """Report versions, the device, installed extras, and whether a model runs.
 
-    Include the output in bug reports. The hub is contacted for at most two seconds, and not if HF_HUB_OFFLINE=1. The
-    exit code is 1 if the bundled model fails.
+    Include the output in bug reports. The exit code is 1 if the bundled model fails.
     """
     failed = False
     for name, result in _checks():
@@ -133,7 +129,6 @@ def _checks() -> Iterator[tuple[str, str]]:
     yield "device", device_in_words(default_device())
     yield "demo model", _runs()
     yield "other models", "not checked here: vitflow check MODEL"
-    yield "Hugging Face hub", _hub()
 
 
 def _required() -> dict[str, list[str]]:
@@ -163,19 +158,6 @@ def _runs() -> str:
     except Exception as error:
         return f"FAILS: {type(error).__name__}: {error}"
     return f"works: {saliency.score.name}, {saliency.score.display}, a map in {time.perf_counter() - started:.1f} s"
-
-
-def _hub() -> str:
-    """Check that models can be downloaded by name."""
-    from huggingface_hub import constants
-
-    from vitflow.models.hub import hub_responds
-
-    if constants.HF_HUB_OFFLINE:
-        return "not checked: HF_HUB_OFFLINE is set"
-    if hub_responds(_PATIENCE):
-        return "reachable"
-    return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"
 
 
 @click.command(short_help="Check whether methods apply to a model.", panel="Setup")
