@@ -11,7 +11,7 @@ from PIL import Image
 from tests.folder.test_run import fill, image_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, printable
 from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.report import report_run
@@ -105,7 +105,7 @@ def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
     rows = {row["input"]: row for row in table.to_pylist()}
     assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
     for name, maps in actual(out).items():
-        record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
+        record = rows[printable(name)]
         for label, grid in maps.items():
             entry, placement = map_of(record, label)
             assert (entry == grid).all() and placement.image_size == (40, 48)

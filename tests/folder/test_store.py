@@ -62,7 +62,7 @@ def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
         assert [maps["rollout"].tolist() for _, maps in again.with_maps()] == [[[3.0] * 3] * 2, [[2.0] * 3] * 2]
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         assert db.execute("SELECT count(*) FROM maps").fetchone() == (2,)
-        assert db.execute("SELECT input FROM rows WHERE value = 2").fetchone() == ("caf\\xe9\nnew.jpg",)
+        assert db.execute("SELECT input FROM rows WHERE value = 2").fetchone() == ("caf\\xe9\\nnew.jpg",)
 
 
 def test_rows_that_arrive_within_a_second_are_written_together(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """The columns of a row, maps in half precision, and the manifest: a table of rows as JSON lines, CSV or Parquet.
 
 An input is a path relative to the run's root. Names that are not valid UTF-8 have lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, CSV and Parquet, `input` shows such bytes as
-escapes; in CSV and Parquet, lists and dicts are JSON.
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, CSV and Parquet, `input` shows such bytes and
+control characters as escapes; in CSV and Parquet, lists and dicts are JSON.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
@@ -12,7 +12,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -102,15 +101,6 @@ def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = 
     kind = error if isinstance(error, str) else type(error).__name__
     failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
     return {name: known[name] for name in kinds_in("folder") if name in known} | failure
-
-
-def printable_name(name: str) -> str:
-    """Return an input's name as text; bytes that are not UTF-8 become escapes.
-
-    >>> printable_name("caf\\udce9.jpg")
-    'caf\\\\xe9.jpg'
-    """
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 # -- maps in half precision
@@ -224,7 +214,7 @@ def write_manifest(
 def _as_text(row: Row, kinds: Mapping[str, str]) -> Row:
     """Return a row for formats that are limited to text and numbers."""
     nested = {name: json.dumps(row[name]) for name, kind in kinds.items() if kind == "json" and row[name] is not None}
-    return row | nested | {"input": printable_name(row["input"])}
+    return row | nested | {"input": printable(row["input"])}
 
 
 def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:

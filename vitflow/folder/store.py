@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from vitflow.errors import OptionError, VitflowError
+from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.folder.columns import Maps, Row, failed_row, kinds_in, pack_half, printable_name
+from vitflow.folder.columns import Maps, Row, failed_row, kinds_in, pack_half
 from vitflow.folder.saved import (
     APPLICATION,
     CONDITION_COLUMNS,
@@ -216,7 +216,7 @@ def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[list[Any], list[tuple[
             if isinstance(value, str) and name != "input":
                 value.encode()  # raises for surrogates
         record = json.dumps({name: value for name, value in row.items() if name != "input"}, allow_nan=False)
-        key, shown = os.fsencode(row["input"]), {**row, "input": printable_name(row["input"])}
+        key, shown = os.fsencode(row["input"]), {**row, "input": printable(row["input"])}
         columns = [
             value if isinstance(value := shown.get(name), str | int | float) else None for name in CONDITION_COLUMNS
         ]
