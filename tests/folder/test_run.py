@@ -1,7 +1,6 @@
 """Folder runs as users meet them: counts, names, faults caused one by one, kills, Ctrl-C, resume."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -29,7 +28,7 @@ from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import write_inside
-from vitflow.folder.decoders import DecoderPool, decode_file
+from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import draw_run
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.report import report_run
@@ -691,22 +690,6 @@ def test_the_classes_of_a_model_without_a_count_are_counted(tmp_path):
     assert [row["class_index"] for row in run(fill(tmp_path / "in", 1), tmp_path / "out", target=3, **options)] == [3]
     with pytest.raises(OptionError, match="from 0 to 4"):
         run(tmp_path / "in", tmp_path / "wrong", target=5, **options)
-
-
-def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypatch):
-    for format in ("JPEG", "PNG", "WEBP", "TIFF"):
-        (tmp_path / format).write_bytes(image_bytes(3, format))
-    Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
-    (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
-    paths = sorted(map(str, tmp_path.iterdir()))
-    whole = [decode_file(path) for path in paths]
-    monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
-    for path, expected in zip(paths, whole, strict=True):
-        actual = decode_file(path)
-        assert actual.row == expected.row and np.array_equal(actual.image, expected.image)
-        assert actual.row["sha256"] == hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        assert actual.image is not None or Path(path).name in actual.row["message"]
 
 
 def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_path):

@@ -35,9 +35,6 @@ from vitflow.images.reading import MAX_PIXELS, read_with_notes
 #: Timeout for decoding an image, in seconds.
 TIMEOUT = 60.0
 
-# Files up to this size in bytes are read once, for the hash and the pixels; larger ones are streamed twice.
-_AT_ONCE = 2**28
-
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 # Neither `-m` nor multiprocessing: they rerun the caller's script, or add its folder to the path.
 _PROGRAM = f"import sys; sys.path += sys.argv[1:]; from {__name__} import answer_requests; answer_requests()"
@@ -84,9 +81,8 @@ def decode_file(path: str) -> Decoded:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if stat.S_ISREG(status.st_mode):  # reading a pipe would block; read_image refuses it
             with open(path, "rb") as file:  # noqa: PTH123
-                content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
-                digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
-            facts["sha256"] = digest.hexdigest()
+                content = file.read()
+            facts["sha256"] = hashlib.sha256(content).hexdigest()
     except Exception as error:
         return failed(error, path, facts)
     return decode(path, path, facts, content)

@@ -27,11 +27,6 @@ from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
 
-# The settings that a run requires to be drawn, with their types.
-_RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
-# Options of the drawing that are not text.
-_DRAWING = dict.fromkeys(("alpha", "vmin", "vmax"), (int, float)) | {"crop_to_seen": (bool,)}
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -79,18 +74,10 @@ def write_overlay(folder: Path, path: str, saliency: Saliency, **drawing: Any) -
 
 @contextlib.contextmanager
 def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
-    """Open a folder run, and check the settings required for drawing."""
+    """Open a folder run; OptionError for the output of another command."""
     with SavedRun(folder) as run:
-        settings = run.fingerprint
-        if settings.get("kind") != "folder":
+        if run.fingerprint.get("kind") != "folder":
             raise OptionError(f"No folder run in {os.fspath(folder)!r}: pass the output folder of one.")
-        if not all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) or not all(
-            value is None or isinstance(value, _DRAWING.get(name, (str,)))
-            for name, value in settings["drawing"].items()
-        ):
-            raise OptionError(
-                f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
-            )
         yield run
 
 

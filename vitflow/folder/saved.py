@@ -221,7 +221,6 @@ def is_inside(path: str) -> bool:
 
 # -- fingerprints: a run is resumed only with options that give the same results
 
-_KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
 # Messages for differences whose values (hashes) mean nothing to a reader.
 _MESSAGES = {
     "weights_sha256": "the model has other weights",
@@ -257,9 +256,8 @@ def run_fingerprint(
 
 def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
     """Raise OptionError for a folder that contains a run with another fingerprint."""
-    kinds = [_KINDS.get(str(record.get("kind")), "another run") for record in (before, fingerprint)]
-    if kinds[0] != kinds[1]:
-        raise OptionError(f"The folder {str(folder)!r} contains {kinds[0]}, not {kinds[1]}. {_REMEDY}")
+    if before.get("kind") != fingerprint["kind"]:
+        raise OptionError(f"The folder {str(folder)!r} contains the output of another command. {_REMEDY}")
     if different := "; ".join(fingerprint_difference(before, fingerprint)):
         raise OptionError(f"The folder {str(folder)!r} contains a run with other options: {different}. {_REMEDY}")
 
