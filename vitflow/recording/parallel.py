@@ -1,7 +1,7 @@
 """Attention modules side by side: heads that are modules are one layer, not several.
 
-The recorded model runs once on one image per model and input size, and each tensor is marked with the attentions that
-it is computed from. Attentions that read the same tokens, and none the other's result, are one layer if the next
+The recorded model runs once on one image per model and input size, and tensors are marked with the attentions that they
+are computed from. Attentions that read the same tokens, and none the other's result, are one layer if the next
 attention reads all of them.
 """
 
@@ -25,6 +25,7 @@ from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stream_of
+from vitflow.recording.value_dependence import ValueDependence
 
 # The number of tokens of the text on which a language model runs.
 _LENGTH = 11
@@ -45,8 +46,8 @@ class _Attended:
     run: int
     shape: tuple[int, int, int]
     inputs: Mapping[str, Sequence[Tensor]]
-    number: int = 0
-    sources: int | None = None
+    number: int
+    sources: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,23 +131,25 @@ def short_text(state: ModelState, device: torch.device) -> Call:
 
 
 def _observe(call: Call, given: Tensor) -> Layers:
-    marks = _Marks(call.state.modules)
+    run = _Attentions(call.state.modules)
     with suppress(Exception):  # a model may not run on one image
-        with call.experiment(marks.hooks()), marks:
+        with call.experiment(run.hooks()), run, run.values:
+            given = given.clone()
+            run.values.mark([given], 1)
             call(given)
-        return _layers(marks.attended, call.model)
+        return _layers(run.attended, call.model)
     return Layers()
 
 
-class _Marks(Interception):
-    """Marks each tensor, by the address of its memory, with the attentions from which it is computed."""
+class _Attentions(Interception):
+    """Interception that marks tensors with the attentions from which they are computed."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.attended: list[_Attended] = []
+        self.values = ValueDependence(lambda _: None)
         self._modules, self._runs = modules, 0
         self._inputs: list[tuple[int, list[Tensor]]] = []  # of the running modules: number of the call, tensors
-        self._marks: dict[int, int] = {}
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
@@ -172,27 +175,10 @@ class _Marks(Interception):
         arrange = arrangement(module, attention.probabilities, 1)
         heads = attention.probabilities if arrange is None else arrange(attention.probabilities)
         inputs = {path: given for (path, _), (_, given) in zip(self.path, self._inputs, strict=True)}
+        number, sources = 2 << len(self.attended), self.values.bits
         shape = len(heads), *heads.shape[-2:]
-        self.attended.append(_Attended(name, self._inputs[-1][0], shape, inputs, 1 << len(self.attended)))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands, before = [each for each in map(_address, tensors_in([args, kwargs])) if each], len(self.attended)
-        mark = 0
-        for address in operands:
-            mark |= self._marks.get(address, 0)
-        output = super().__torch_function__(func, types, args, kwargs)
-        for attended in self.attended[before:]:
-            attended.sources = mark if attended.sources is None else attended.sources
-        for attended in self.attended[before:]:
-            mark |= attended.number
-        written = args[:1] if getattr(func, "__name__", "") == "__setitem__" else output
-        for address in map(_address, tensors_in(written)):
-            self._marks[address] = mark | (self._marks.get(address, 0) if address in operands else 0)
-        return output
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        self.attended.append(_Attended(name, self._inputs[-1][0], shape, inputs, number, sources))
+        self.values.bits |= number
 
 
 def _layers(attended: Sequence[_Attended], model: nn.Module) -> Layers:
@@ -207,7 +193,7 @@ def _layers(attended: Sequence[_Attended], model: nn.Module) -> Layers:
         above.name
         for below, above in pairwise(attended)
         if below.run == above.run
-        and (above.sources or 0) & below.number
+        and above.sources & below.number
         and not is_head_by_head(model.get_submodule(above.name))
     }
     joined, by_head = dict[str, tuple[str, int]](), {group[0].name for group in groups if len(group) > 1}
@@ -216,7 +202,7 @@ def _layers(attended: Sequence[_Attended], model: nn.Module) -> Layers:
         if len(runs) == 1:
             continue
         # Modules that some later attention reads without the others are streams of their own.
-        apart = any(0 != (each.sources or 0) & number != number for each in attended)
+        apart = any(0 != each.sources & number != number for each in attended)
         path = _path_of(group, attended)
         entries = {each.name: (path, len(runs)) for each in group}
         if apart or any(joined.get(name, entry) != entry for name, entry in entries.items()):
@@ -241,7 +227,7 @@ def _path_of(group: Sequence[_Attended], attended: Sequence[_Attended]) -> str:
 def _is_parallel(first: _Attended, other: _Attended) -> bool:
     """Return True if two attentions have equal shape and global, and are computed from the same tokens."""
     if first.run == other.run:
-        return not (other.sources or 0) & first.number
+        return not other.sources & first.number
     same = first.sources == other.sources and first.shape == other.shape and first.shape[0] == 1
     if not same or stream_of(first.name) != stream_of(other.name):
         return False
@@ -255,4 +241,4 @@ def _tokens(tensor: Tensor) -> Any:
     if tensor.ndim < 2 or tensor.layout != torch.strided:
         return id(tensor)
     step = max(1, tensor.stride(-2))
-    return _address(tensor), tensor.shape[:-1], tensor.stride(), tensor.storage_offset() // step
+    return tensor.untyped_storage().data_ptr(), tensor.shape[:-1], tensor.stride(), tensor.storage_offset() // step
