@@ -21,13 +21,13 @@ from vitflow.explaining.applying import (
 from vitflow.explaining.image_model import ImageModel
 from vitflow.explaining.inputs import ImageInput, PlacedImage
 from vitflow.explaining.maps import TargetedTrace
+from vitflow.explaining.probabilities import note_on_range
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import resolve_targets
 from vitflow.models.devices import random_state, refuse_inference_tensors
 from vitflow.models.outputs import Outputs
 from vitflow.recording.head import known_blocks
 from vitflow.recording.isolation import evaluating
-from vitflow.recording.probabilities import note_on_range
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, without_affinity

@@ -21,5 +21,5 @@ input size, and docs/inside.md says how, and what is not noticed. The files, in 
   with `token_codes` and `receptive_reach`; `without_attention`.
 - `places`, `receptive_fields`: pixels of the tokens (clause 4).
 - `head`, `readout`: tokens that the output reads (clause 5); `trace`: the result; `backward`: its gradients.
-- `frozen`: passes with frozen nonlinearities; `probabilities`: models that return probabilities.
+- `frozen`: passes with frozen nonlinearities.
 """

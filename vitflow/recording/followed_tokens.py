@@ -109,12 +109,12 @@ class FollowedRun(WithoutAttention):
             if f"{path}.".startswith(f"{block}.")
         }
         for path, module in module_paths(self.call.model):
-            if path in self._names or path in chains or path in self._attending or other_attention(module) is not None:
+            if path in self._names or path in chains or path in self.attending or other_attention(module) is not None:
                 yield Hook(module, partial(self._enter, path, module, path in chains), before=True)
             yield Hook(module, partial(self._leave, path, module), before=False, always=True, first=True)
 
     def _enter(self, path: str, module: nn.Module, chain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if path in self._attending or not path:
+        if path in self.attending or not path:
             self.path.append((path, module))
         self._running.append(path)
         with torch._C.DisableTorchFunction():

@@ -4,6 +4,8 @@ Attention is computed by `scaled_dot_product_attention`, or by a softmax that a 
 The recorded matrix is the applied one: some models mix or re-weight the softmax before.
 """
 
+from collections.abc import Iterator, Mapping
+from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -15,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
 from vitflow.recording.attention_kinds import other_attention
+from vitflow.recording.isolation import Hook
 
 #: Description of softmaxes over matrices without a batch axis.
 ONE_IMAGE = "attention of one image at a time, as matrices [tokens, tokens] that are not recorded"
@@ -36,6 +39,19 @@ class Interception(Listener, TorchFunctionMode):
         self._within = 0
         #: What was computed in place of attention between tokens, in words.
         self.others: set[str] = set()
+
+    def hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[Hook]:
+        """Yield hooks that keep the path of the running modules among these."""
+        for name, module in modules.items():
+            yield Hook(module, partial(self.enter, name, module), before=True)
+            yield Hook(module, partial(self._leave, name), before=False, always=True)
+
+    def enter(self, name: str, module: nn.Module, *given: Any) -> None:
+        """Add a module that begins to run to the path."""
+        self.path.append((name, module))
+
+    def _leave(self, name: str, *given: Any) -> None:
+        self.leave(name)
 
     def begin(self) -> None:
         """Enter the mode until `end`; it slows down each torch function."""

@@ -6,7 +6,7 @@ Functions that move entries move the index as well.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
-from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
-from vitflow.recording.attention_kinds import Arrange, arrangement, is_class_attention, is_head_by_head
+from vitflow.recording.attention_kinds import Arrange, arrangement, is_class_attention, is_head_by_head, may_attend
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 
 Size = tuple[int, int]
@@ -175,7 +173,7 @@ def _trace(call: Call) -> dict[str, LayerTokens]:
     def traced() -> dict[str, LayerTokens]:
         tracer, noise = _Tracer(call.model, call.size), call.noise(1)
         noise._of_image = True  # type: ignore[attr-defined]
-        with call.experiment(tracer.hooks()), tracer:
+        with call.experiment(tracer.hooks(may_attend(call.model))), tracer:
             call(noise)
         return tracer.traced
 
@@ -207,19 +205,6 @@ class _Tracer(Interception):
         self.model, self.size = model, size
         self.traced: dict[str, LayerTokens] = {}
         self._operands: Sequence[Tensor] = ()  # of the current call
-
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
-        for name, module in module_paths(self.model):
-            if module._modules:
-                yield Hook(module, partial(self._enter, name, module), before=True)
-                yield Hook(module, partial(self._leave, name), before=False)
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.path.append((name, module))
-
-    def _leave(self, name: str, args: Any, output: Any) -> None:
-        self.leave(name)
 
     def on_attention(self, attention: Attention) -> None:
         """Keep the tokens of the queries and keys of a module."""

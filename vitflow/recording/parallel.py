@@ -5,10 +5,9 @@ are computed from. Attentions that read the same tokens, and none the other's re
 attention reads all of them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -23,7 +22,6 @@ from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_head_by_head, is_pooling
 from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import LOWER_LAYERS, AttentionLayer, stream_of
 from vitflow.recording.value_dependence import ValueDependence
 
@@ -131,9 +129,9 @@ def short_text(state: ModelState, device: torch.device) -> Call:
 
 
 def _observe(call: Call, given: Tensor) -> Layers:
-    run = _Attentions(call.state.modules)
+    run, modules = _Attentions(), {path: each for path, each in call.state.modules.items() if each._modules}
     with suppress(Exception):  # a model may not run on one image
-        with call.experiment(run.hooks()), run, run.values:
+        with call.experiment(run.hooks(modules)), run, run.values:
             given = given.clone()
             run.values.mark([given], 1)
             call(given)
@@ -144,28 +142,25 @@ def _observe(call: Call, given: Tensor) -> Layers:
 class _Attentions(Interception):
     """Interception that marks tensors with the attentions from which they are computed."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.attended: list[_Attended] = []
         self.values = ValueDependence(lambda _: None)
-        self._modules, self._runs = modules, 0
+        self._runs = 0
         self._inputs: list[tuple[int, list[Tensor]]] = []  # of the running modules: number of the call, tensors
 
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
-        for name, module in self._modules.items():
-            if module._modules:
-                yield Hook(module, partial(self._enter, name, module), before=True)
-                yield Hook(module, partial(self._leave, name), before=False)
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, name: str, module: nn.Module, *given: Any) -> None:
+        """Add a module that begins to run to the path, and keep its inputs."""
+        super().enter(name, module)
         self._runs += 1
-        self.path.append((name, module))
-        self._inputs.append((self._runs, list(tensors_in([args, kwargs]))))
+        self._inputs.append((self._runs, list(tensors_in(given))))
 
-    def _leave(self, name: str, args: Any, output: Any) -> None:
-        if self.leave(name):
+    def leave(self, name: str) -> bool:
+        """Remove the running module from the path."""
+        left = super().leave(name)
+        if left:
             self._inputs.pop()
+        return left
 
     def on_attention(self, attention: Attention) -> None:
         """Keep where attention was computed."""

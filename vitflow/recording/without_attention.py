@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +12,7 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.recording.attending import Attention, scaled_dot_product_attention
 from vitflow.recording.attention_kinds import may_attend
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, hooked
+from vitflow.recording.isolation import hooked
 from vitflow.recording.token_codes import first_of_cells
 
 
@@ -26,24 +25,12 @@ class WithoutAttention(Interception):
 
     def __init__(self, model: nn.Module, located: Mapping[str, LayerTokens] = MappingProxyType({})) -> None:
         super().__init__()
-        self._attending, self._located = may_attend(model), located
-
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
-        for path, module in self._attending.items():
-            yield Hook(module, partial(self._follow, path, module), before=True)
-            yield Hook(module, partial(self._unfollow, path), before=False, always=True)
-
-    def _follow(self, path: str, module: nn.Module, *given: Any) -> None:
-        self.path.append((path, module))
-
-    def _unfollow(self, path: str, *given: Any) -> None:
-        self.leave(path)
+        self.attending, self._located = may_attend(model), located
 
     def running(self) -> str | None:
         """Return the path of the running module; None if it computes no attention between tokens."""
         name = super().running()
-        return name if name in self._attending else None
+        return name if name in self.attending else None
 
     def layer_of(self, name: str) -> LayerTokens | None:
         """Return the tokens of the layer of a module, which may be one head of a layer."""
@@ -89,5 +76,5 @@ class WithoutAttention(Interception):
 def without_attention(model: nn.Module) -> Iterator[None]:
     """Run a model with its attention replaced by the identity inside the block."""
     mode = WithoutAttention(model)
-    with hooked(mode.hooks()), mode:
+    with hooked(mode.hooks(mode.attending)), mode:
         yield
