@@ -155,13 +155,15 @@ def blend(
     soft = is_soft(vmin, vmax, robust) if soft is None else soft
     two_sides = has_two_sides(low, high)
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
-    shade, tint = _tables(colors, alpha * (shares if fade else np.ones_like(shares)))
+    opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
     mix, limits = _mix(*KEPT[background], 0.0, alpha), (low, high, KNEE if soft else 1.0)
     quiet = _mix(*_QUIET, alpha) if background == "grey" else None
     overlay, unseen = np.empty(image.shape, dtype=np.uint8), np.isnan(heatmap)
     for strip in strips(*heatmap.shape):
         ground, outside = image[strip].astype(np.float32), unseen[strip]
-        overlay[strip] = _paint(_mixed(ground, mix), _steps(heatmap[strip], limits, len(colors)), shade, tint)
+        step = _steps(heatmap[strip], limits, len(colors))
+        weight = opacity.take(step, mode="clip")
+        overlay[strip] = cv2.blendLinear(_mixed(ground, mix), colors.take(step, 0, mode="clip"), 1 - weight, weight)
         if outside.any():
             lost = image[strip] if quiet is None else _mixed(ground, quiet)
             np.copyto(overlay[strip], lost, where=outside[..., None])
@@ -186,18 +188,6 @@ def _mix(brightness: float, saturation: float, white: float, alpha: float) -> ND
 def _mixed(image: NDArray[np.float32], mix: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return each pixel's ground; for uint8, OpenCV would round the matrix."""
     return np.asarray(cv2.convertScaleAbs(cv2.transform(image, mix)), dtype=np.uint8)
-
-
-def _tables(
-    colors: NDArray[np.uint8], opacity: NDArray[np.floating[Any]]
-) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-    """Return two look-up tables of 4 channels in a number each: 255 times the transparency of each step in 8 bits, and
-    255 times its colour times its opacity in 16 bits.
-    """
-    shade = np.rint(255 * (1 - opacity)).astype(np.uint8)
-    tint = np.zeros((len(colors), 4), dtype=np.uint16)
-    tint[:, :3] = np.rint(255 * opacity[:, None] * colors)
-    return np.repeat(shade[:, None], 4, axis=1).view(np.uint32)[:, 0], tint.view(np.uint64)[:, 0]
 
 
 def outline(image: NDArray[np.uint8], region: NDArray[np.bool_], thickness: int) -> None:
@@ -276,13 +266,3 @@ def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
         beyond = np.flatnonzero(shares > knee)
         shares.flat[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares.flat[beyond]) / (1 - knee)))
     return np.clip(shares, 0.0, 1.0, out=shares)
-
-
-def _paint(
-    ground: NDArray[np.uint8], step: NDArray[Any], shade: NDArray[np.uint32], tint: NDArray[np.uint64]
-) -> NDArray[np.uint8]:
-    """Return each pixel's ground times its transparency, plus the tint of its step, rounded, by whole numbers."""
-    rgba = cv2.cvtColor(ground, cv2.COLOR_RGB2RGBA)
-    mixed = np.multiply(rgba, np.take(shade, step, mode="clip").view(np.uint8).reshape(rgba.shape), dtype=np.uint16)
-    mixed += np.take(tint, step, mode="clip").view(np.uint16).reshape(rgba.shape)
-    return np.asarray(cv2.cvtColor(cv2.convertScaleAbs(mixed, alpha=1 / 255), cv2.COLOR_RGBA2RGB), dtype=np.uint8)
