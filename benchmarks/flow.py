@@ -69,8 +69,8 @@ class Case:
         return last - first + 1
 
     def capacities(self) -> NDArray[np.float64]:
-        options = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5, "num_prefix_tokens": 1} | self.options
-        return layer_capacities(self.attention[-self.depth :], 0, **options)
+        options = {"discard_ratio": 0.0, "residual": 0.5, "num_prefix_tokens": 1} | self.options
+        return layer_capacities([layer[0] for layer in self.attention[-self.depth :]], **options)
 
     def run(self) -> Any:
         return attention_flow(self.attention, layers=self.layers, **self.options)

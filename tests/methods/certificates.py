@@ -33,10 +33,10 @@ class Prover:
             supplies, nodes = solver.shared_out(upward[1:], self.given)
             self.inner = solver.lowest_layers(upward[1:], nodes, supplies), nodes
 
-    def prove(self, actual: MaxFlow, row: int, sink: int) -> None:
+    def prove(self, actual: MaxFlow, sink: int) -> None:
         """No flow exceeds a cut, and this one reaches it: its edges are added up one by one, and the flow fits them."""
         flows, side = self.flow_and_cut(sink)
-        value, capacities = actual.values[row], self.capacities
+        value, capacities = actual.values[sink], self.capacities
         boundaries = [layer[~side[n + 1]][:, side[n]].sum() for n, layer in enumerate(capacities)]
         boundaries.append(self.given[side[-1]].sum())
         assert sum(boundaries) == pytest.approx(value, rel=1e-10, abs=1e-290)

@@ -60,7 +60,6 @@ PAIR = TokenLayout(0, 1, 2)
 STAGED = partial(staged_rollout, [torch.ones(1, 1, 2, 2)], readout=torch.tensor([[0.5, 0.5]]))
 BLANKED = partial(occlusion, torch.zeros_like, torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]), cols=2)
 MISTAKES = [
-    *((lambda one=one: attention_flow(TWO, sinks=one), OptionError, "sinks") for one in ([2.7], [-1], "ab")),
     *((lambda one=one: attention_flow(TWO, source=one), VitflowError, "source") for one in ("cls", 2.7)),
     *((lambda one=one: attention_rollout(TWO, readout=one), ShapeError, "readout") for one in (np.ones(5), "cls")),
     (lambda: attention_rollout(TWO, readout=torch.full((5,), np.nan)), ShapeError, "readout"),
@@ -116,7 +115,6 @@ def test_what_makes_no_sense_is_refused(call, error, words):
 
 
 def test_what_is_empty_or_of_another_type_is_taken():
-    assert attention_flow(TWO, sinks=[]).values.shape == (1, 0)
     assert TokenLayout(np.int64(1), torch.tensor(2), 2) == LAYOUT
     assert LAYOUT.to_grid(torch.ones(0, 5)).shape == (0, 2, 2)
     explainer = Explainer(tiny(), data_config=DATA)

@@ -81,7 +81,7 @@ def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> No
         below_bound += int((actual.values < bounds * (1 - 1e-9)).sum())
         for sink, value in enumerate(actual.values.tolist()):
             assert value == pytest.approx(networkx_value(capacities, source, sink), rel=1e-9, abs=1e-9)
-            prover.prove(actual, sink, sink)
+            prover.prove(actual, sink)
     assert below_bound > 7  # the interesting cuts, away from source and sink, are among them
 
 
@@ -91,18 +91,16 @@ def test_certificates_hold_at_the_size_of_vit_base(layers: int, sharpness: float
     actual = max_flow(capacities, 0)
     prover = Prover(capacities, 0)
     for sink in range(0, 197, 3):
-        prover.prove(actual, sink, sink)
+        prover.prove(actual, sink)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "discard"), [(4, 0.9), (12, 0.0)])
 def test_certificates_hold_at_the_size_of_dinov2(layers: int, discard: float) -> None:
     capacities = float32_attention(layers, 1370, discard)
-    sinks = range(3, 1370, 97)
-    actual = max_flow(capacities, 0, sinks=sinks)
-    prover = Prover(capacities, 0)
-    for row, sink in enumerate(sinks):
-        prover.prove(actual, row, sink)
+    actual, prover = max_flow(capacities, 0), Prover(capacities, 0)
+    for sink in range(3, 1370, 97):
+        prover.prove(actual, sink)
 
 
 def float32_attention(layers: int, tokens: int, discard: float) -> Array:
@@ -123,7 +121,7 @@ def test_a_share_too_small_for_a_number_is_a_flow_all_the_same() -> None:
     capacities = np.zeros((6, 2, 2))
     capacities[:, :, 1], capacities[:, :, 0] = 1.0, 1e-200
     capacities[5, 0] = [1e-200, 0.0]
-    assert max_flow(capacities, 0, [0]).values[0] == pytest.approx(1e-200, rel=1e-12)
+    assert max_flow(capacities, 0).values[0] == pytest.approx(1e-200, rel=1e-12)
 
 
 def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +144,9 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     capacities[4, 0] = 1
     for layer in (1, 2, 3):
         capacities[layer] = rng.random((tokens, tokens)) < 1.6 / tokens
-    actual = max_flow(capacities, 0, [0])
+    actual = max_flow(capacities, 0)
     assert actual.values[0] == networkx_value(capacities, 0, 0)
-    Prover(capacities, 0).prove(actual, 0, 0)
+    Prover(capacities, 0).prove(actual, 0)
 
 
 def test_the_input_is_left_as_it_was() -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, fuse_heads
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
@@ -24,29 +24,27 @@ SATURATED = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowResult:
-    """Maximum flows from the source to each sink, and their cuts; tensors are on the device of the attention.
+    """Maximum flows from the source to each input token, and their cuts; tensors are on the device of the attention.
 
     Attributes:
-        values: float64 [batch, sinks], the maximum flow into each sink, in the same unit as attention.
-        cuts: float64 [batch, sinks], the smaller of the two trivial cuts: min(Σ source capacities, Σ_i Â_s[i, j]).
+        values: float64 [batch, tokens], the maximum flow into each input token, in the same unit as attention.
+        cuts: float64 [batch, tokens], the smaller of the two trivial cuts: min(Σ source capacities, Σ_i Â_s[i, j]).
         layers: the window, (first, last), counted from 1.
-        sinks: the input tokens along the last axis.
         num_prefix_tokens: number of tokens before the patches.
         reference: the flows of uniform attention among visible keys, if the result is relative to them.
-        self_mask: mask of the source's own token among the sinks, bool; None without a reference.
+        self_mask: mask of the source's own token, bool [batch, tokens]; None without a reference.
     """
 
     values: Tensor
     cuts: Tensor
     layers: tuple[int, int]
-    sinks: tuple[int, ...]
     num_prefix_tokens: int = 1
     reference: Tensor | None = None
     self_mask: Tensor | None = None
 
     @property
     def normalized(self) -> Tensor:
-        """The values divided by their sum over the sinks, as the paper's code does; zeros if all flows are 0.
+        """The values divided by their sum over the tokens, as the paper's code does; zeros if all flows are 0.
 
         With a reference, relative to it: the quotients without the source's own token, divided by their
         sum.
@@ -66,17 +64,15 @@ class FlowResult:
 
     @property
     def saturated_share(self) -> Tensor:
-        """Share of saturated flows among the sinks that are patches (among all sinks if none is): float64 [batch]."""
-        patches = [position for position, sink in enumerate(self.sinks) if sink >= self.num_prefix_tokens]
-        chosen = self.saturated[..., patches] if patches else self.saturated
-        return chosen.double().mean(dim=-1)
+        """Share of saturated flows among the patches (among all tokens if there are none): float64 [batch]."""
+        patches = self.saturated[..., self.num_prefix_tokens :]
+        return (patches if patches.shape[-1] else self.saturated).double().mean(dim=-1)
 
 
 def attention_flow(
     attentions: Sequence[Tensor] | Tensor,
     *,
     source: Source = 0,
-    sinks: Sequence[int] | None = None,
     layers: LayerRange = "all",
     head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,
@@ -98,7 +94,6 @@ def attention_flow(
             tensor with a leading layer axis.
         source: a token of the window's top layer; or capacities [tokens] or [batch, tokens] of a super-source over the
             top layer's tokens, such as the readout of a model that averages over patches.
-        sinks: the input tokens to solve for; all by default.
         layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
@@ -125,7 +120,6 @@ def attention_flow(
     check_fraction("residual", residual)
     chosen, first = check_window(attentions, layers)
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
-    targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     sources = _sources(source, batch, tokens)
     last = first + len(chosen) - 1
     if visible is not None and not isinstance(visible, Tensor):
@@ -142,33 +136,22 @@ def attention_flow(
         solved = []
         for index, source in enumerate(sources):
             capacities = layer_capacities(
-                matrices,
-                index,
-                head_fusion=head_fusion,
+                [matrix[index] for matrix in matrices],
                 discard_ratio=discard_ratio,
                 residual=residual,
                 num_prefix_tokens=num_prefix_tokens,
-                visible=seen,
+                visible=None if seen is None else [mask[index] for mask in seen],
             )
-            solved.append(max_flow(capacities, source, targets, progress=progress))
+            solved.append(max_flow(capacities, source, progress=progress))
         return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*solved, strict=True)]
 
     values, cuts = flows(chosen, discard_ratio)
-    result = FlowResult(values, cuts, (first, last), targets, num_prefix_tokens)
+    result = FlowResult(values, cuts, (first, last), num_prefix_tokens)
     if causal != "receptive_field" or seen is None:
         return result
     rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]
-    is_self = self_token(torch.from_numpy(np.stack(rows)))
-    uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
-    return replace(result, reference=uniform, self_mask=is_self[:, list(targets)].to(values.device))
-
-
-def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Check and return the input tokens to solve for."""
-    try:
-        return tuple(whole_number("each of the sinks", sink, 0, tokens - 1) for sink in sinks)
-    except TypeError as error:
-        raise OptionError(f"Expected sinks as a list of tokens from 0 to {tokens - 1}, got {sinks!r}.") from error
+    is_self = self_token(torch.from_numpy(np.stack(rows))).to(values.device)
+    return replace(result, reference=flows([uniform_attention(one) for one in seen], 0.0)[0], self_mask=is_self)
 
 
 def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.fusion import (
     HeadFusion,
     add_residual,
@@ -31,8 +31,6 @@ LayerRange = str | int | Sequence[int]
 
 # Default number of layers of a flow, as in the table of methods.
 DEFAULT_LAYERS = 4
-# Maximum number of entries of layers that are processed together.
-TOGETHER = 2**20
 
 
 def parse_window(layers: LayerRange, count: int) -> tuple[int, int]:
@@ -84,38 +82,25 @@ def check_window(attentions: Sequence[Tensor] | Tensor, layers: LayerRange) -> t
 
 
 def layer_capacities(
-    layers: Sequence[Tensor],
-    batch_index: int,
+    fused: Sequence[Tensor],
     *,
-    head_fusion: HeadFusion,
     discard_ratio: float,
     residual: float,
     num_prefix_tokens: int,
     visible: Sequence[Tensor] | None = None,
-) -> NDArray[np.float64]:
-    """Compute the matrices Â of one image of the batch, in float64: [layers, queries, keys], stored by columns.
+) -> Floats:
+    """Compute the matrices Â of the fused attention of one image in each layer, in float64: [layers, queries, keys].
 
-    Heads are fused on their device in their dtype; the rest runs on the CPU. With a visibility mask, values are
-    discarded per row, among the visible keys.
+    With a visibility mask, values are discarded per row, among the visible keys.
     """
-    tokens = layers[0].shape[-1]
+    tokens = fused[0].shape[-1]
     check_prefix(num_prefix_tokens, tokens)
-    by_column = torch.empty(len(layers), tokens, tokens, dtype=torch.float64)
-    together = max(1, TOGETHER // tokens**2)
-    for start in range(0, len(layers), together):
-        fused = []
-        for layer in layers[start : start + together]:
-            image = layer[batch_index].detach()
-            fused.append(fuse_heads(image, head_fusion) if image.ndim == 3 else image)
-        stacked = torch.stack(fused).to("cpu", torch.float64)
-        masks = (
-            None
-            if visible is None
-            else torch.stack([mask[batch_index] for mask in visible[start : start + together]]).cpu()
-        )
-        kept = discard_low(stacked, discard_ratio, num_prefix_tokens, masks)
-        by_column[start : start + together] = add_residual(kept, residual).mT
-    return by_column.numpy().transpose(0, 2, 1)
+    capacities = np.empty((len(fused), tokens, tokens))
+    masks = [None] * len(fused) if visible is None else visible
+    for matrix, layer, mask in zip(capacities, fused, masks, strict=True):
+        kept = discard_low(layer.detach().to("cpu", torch.float64), discard_ratio, num_prefix_tokens, mask)
+        matrix[:] = add_residual(kept, residual)
+    return capacities
 
 
 def attention_graph(
@@ -126,7 +111,6 @@ def attention_graph(
     residual: float = 0.5,
     layers: LayerRange = "all",
     num_prefix_tokens: int = 1,
-    batch_index: int = 0,
     layout: TokenLayout | None = None,
 ) -> "DiGraph":
     """Build the graph of attention flow: node (l, i) is token i after layer l, layer 0 the input.
@@ -135,18 +119,17 @@ def attention_graph(
     out. Each node has its `layer`, its `token` and a readable `label` such as "cls" or "patch (3, 4)".
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
+        attentions: layers of [1, heads, tokens, tokens] or fused [1, tokens, tokens], first layer first.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         layers: the layers whose edges to show, as for `attention_flow`.
         num_prefix_tokens: tokens before the patches.
-        batch_index: index of the image in the batch.
         layout: names patches by row and column; its prefix tokens replace `num_prefix_tokens`.
 
     Raises:
-        OptionError: an option is out of range, or there is no such image.
-        ShapeError: wrong shapes, or values that are not finite or negative.
+        OptionError: an option is out of range.
+        ShapeError: wrong shapes, several images, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.
 
@@ -161,18 +144,13 @@ def attention_graph(
     check_layout(layout)
     prefix = num_prefix_tokens if layout is None else layout.num_prefix_tokens
     chosen, first = check_window(attentions, layers)
-    batch_index = whole_number("batch_index", batch_index, 0, len(chosen[0]) - 1)
-    tokens = chosen[0].shape[-1]
+    images, tokens = len(chosen[0]), chosen[0].shape[-1]
+    if images != 1:
+        raise ShapeError(f"Expected attention of one image, got {images}: [layer[:1] for layer in attentions].")
     if layout is not None and layout.num_tokens != tokens:
         raise ShapeError(f"Expected {layout.num_tokens} tokens as in the layout, got attention between {tokens}.")
-    capacities = layer_capacities(
-        chosen,
-        batch_index,
-        head_fusion=head_fusion,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        num_prefix_tokens=prefix,
-    )
+    fused = [(fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer)[0] for layer in chosen]
+    capacities = layer_capacities(fused, discard_ratio=discard_ratio, residual=residual, num_prefix_tokens=prefix)
     names = [token_label(token, prefix, layout) for token in range(tokens)]
     return graph_of(capacities, first, names)
 

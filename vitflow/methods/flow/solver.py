@@ -140,14 +140,12 @@ class MaxFlow(NamedTuple):
     bounds: Floats
 
 
-def max_flow(
-    capacities: Floats, source: int | Floats, sinks: Sequence[int] | None = None, *, progress: Progress | None = None
-) -> MaxFlow:
+def max_flow(capacities: Floats, source: int | Floats, *, progress: Progress | None = None) -> MaxFlow:
     """Maximum flow from one source to each sink of a dense layered graph, exact to rounding in float64.
 
     The graph has node layers 0 … L of N tokens; the edge from (l + 1, i) to (l, j) has the capacity `capacities[l, i,
     j]`, [layers, tokens, tokens]. The source is a token of layer L, or capacities [tokens] of a super-source; sinks are
-    tokens of layer 0, all by default. A value is within a relative 1e-11 of its minimum cut.
+    the tokens of layer 0. A value is within a relative 1e-11 of its minimum cut.
 
     Source: shortest augmenting paths in blocking flows after Dinic 1970.
 
@@ -160,7 +158,7 @@ def max_flow(
     if isinstance(supply, int):
         supply = np.where(np.arange(upward.shape[1]) == source, upward[-1, :, source].sum(), 0.0)
     total = float(supply.sum())
-    demands = upward[0] if sinks is None else upward[0][list(sinks)]  # [sinks, tokens]
+    demands = upward[0]  # [sinks, tokens]
     bounds = np.minimum(total, demands.sum(axis=1))
     if len(upward) > 1:
         return MaxFlow(inner_flows(upward[1:], supply, demands, bounds, progress=progress), bounds)
