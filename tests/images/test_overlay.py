@@ -97,7 +97,7 @@ PLACEMENTS = [
     place((17, 20), (24, 32), crop_pct=1.15),
     place((45, 61), (32, 32), fit="squash"),
     place((61, 23), (32, 32), fit="pad"),
-    place((61, 23), (32, 32), fit="native", patch_size=8),
+    place((61, 23), (32, 32), fit="native", patch_size=(8, 8)),
 ]
 
 

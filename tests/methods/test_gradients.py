@@ -169,8 +169,6 @@ def test_gradients_that_are_hardly_there_leave_gae_finite_and_ordered():
 @pytest.mark.parametrize("function", [gae, gradient_rollout])
 def test_wrong_layers_are_named(function):
     attention, gradients = random_pair()
-    with pytest.raises(ShapeError, match=r"of one shape.*\(2, 2, 7, 7\) and \(2, 1, 7, 7\) in layer 1"):
-        function(attention, gradients[:, :, :1])
     with pytest.raises(ShapeError, match="finite"):
         function(attention, gradients * float("nan"))
     with pytest.raises(OptionError, match="start_layer from 1 to 4"):

@@ -89,11 +89,9 @@ MISTAKES = [
         )
         for function in (attention_flow, attention_rollout)
     ),
-    (lambda: STAGED([]), ShapeError, "discard ratios of 1 layers"),
     (lambda: STAGED([LayerTokens(PAIR, PAIR)], discard_ratio=1.0), OptionError, "discard_ratio"),
     (lambda: STAGED([LayerTokens(PAIR, PAIR)], start_layer=2), OptionError, "start_layer from 1 to 1"),
     (lambda: BLANKED(rows=2, batch_size=0), OptionError, "occlusion_batch of at least 1"),
-    (lambda: BLANKED(rows=9), ShapeError, "1 to 8 cells on a side of 8 pixels, got 9"),
     (
         lambda: Explainer(tiny(), data_config=DATA).explain(IMAGE, method="occlusion", patch_size=40),
         OptionError,

@@ -12,7 +12,7 @@ from tests import literal_vit, references
 from tests.explaining.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.errors import OptionError, VitflowError
 from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
@@ -212,5 +212,3 @@ def test_masks_of_similar_patches_equal_a_literal_loop():
     equal = draw_masks(3, 4, masks=200, keep=0.5, cells=2, affinity=torch.ones(12, 2))
     together = (equal[:, :1] == equal).double().mean(dim=0)  # neighbours decide if all patches are equally similar
     assert float(together[1]) > 0.7 > 0.5 > float(together[-1])
-    with pytest.raises(ShapeError, match="affinity"):
-        draw_masks(3, 4, masks=2, affinity=torch.ones(3, 3))

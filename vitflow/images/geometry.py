@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.images import FITS, Fit
+from vitflow.images import Fit
 
 CropMode = Literal["center", "squash", "border", "floor", "patches", "corner"]
 # Those of timm.
@@ -225,7 +225,7 @@ def place(
     fit: Fit = "crop",
     crop_pct: float = 1.0,
     crop_mode: CropMode = "center",
-    patch_size: int | tuple[int, int] | None = None,
+    patch_size: Size | None = None,
 ) -> Placement:
     """Compute the placement of a model input on an image. All sizes are (height, width) in pixels.
 
@@ -239,22 +239,19 @@ def place(
             transformers; "patches": the largest size of nearly the image's aspect
             that has no more whole patches than input_size, each side rounded up; or "corner": the whole image at the
             top left, padded with black below or to the right, as by OWLv2. For "crop" only.
-        patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
+        patch_size: size of a patch; for "native" and "patches", which require it.
 
     Source: timm.data.transforms_imagenet_eval, and Resize and CenterCrop of torchvision.
 
-    >>> place((480, 640), (224, 224), fit="native", patch_size=16).input_size
+    >>> place((480, 640), (224, 224), fit="native", patch_size=(16, 16)).input_size
     (192, 256)
     """
-    check_known("fit", fit, FITS)
-    _check_size("image_size", image_size)
-    _check_size("input_size", input_size)
-    image_size, input_size = (int(image_size[0]), int(image_size[1])), (int(input_size[0]), int(input_size[1]))
     if fit == "squash":
         return Placement(image_size, input_size, (0, 0), input_size)
     if fit == "pad":
         return _border(image_size, input_size, input_size)
     if fit == "native" or crop_mode == "patches":
+        assert patch_size is not None
         whole = _whole_patches(image_size, input_size, patch_size, native=fit == "native")
         return Placement(image_size, whole, (0, 0), whole)
     if crop_mode == "corner":
@@ -273,18 +270,12 @@ def _first_centre(size: int, resized: int, start: int) -> int:
     return min(max(-((resized - 2 * size * start) // (2 * resized)), 0), size)
 
 
-def _whole_patches(
-    image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None, *, native: bool
-) -> Size:
+def _whole_patches(image_size: Size, input_size: Size, patch_size: Size, *, native: bool) -> Size:
     """Return a size of whole patches in the image's aspect ratio: about as many as in the input, or not more.
 
     Source of the latter: the image processor of SigLIP 2 (Tschannen et al. 2025, §2.4.2, NaFlex).
     """
-    if patch_size is None:
-        raise OptionError("fit='native' and crop_mode='patches' need patch_size, the side of a patch in pixels.")
-    tall, wide = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-    if min(tall, wide) < 1:
-        raise OptionError(f"Expected a patch_size of at least 1 pixel, got {patch_size}.")
+    tall, wide = patch_size
     most = max((input_size[0] // tall) * (input_size[1] // wide), 1)
     height, width = image_size
     if native:
@@ -302,13 +293,9 @@ def _whole_patches(
 def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:
     """Compute the resize and crop of timm's evaluation transform, with the same rounding."""
     check_known("crop mode", crop_mode, (*CROP_MODES, "floor"))
-    if not (math.isfinite(crop_pct) and crop_pct > 0):
-        raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
+    if not 0 < crop_pct <= min(input_size):
+        raise OptionError(f"Expected crop_pct as a share above 0, such as 0.9, got {crop_pct}.")
     scale_size = math.floor(input_size[0] / crop_pct), math.floor(input_size[1] / crop_pct)
-    if min(scale_size) < 1:
-        raise OptionError(
-            f"Expected crop_pct of at most {min(input_size)}, the short side of the input, got {crop_pct}."
-        )
     if crop_mode == "border":
         return _border(image_size, scale_size, input_size)
     if crop_mode == "squash":

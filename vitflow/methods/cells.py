@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.errors import OptionError, whole_number
 from vitflow.images.geometry import Extent, Span
 
 # Default number of cells on the shorter side, that of a 224-pixel input in 16-pixel patches.
@@ -45,8 +45,6 @@ def cell_edges(length: int, count: int, span: Span | None = None) -> list[int]:
     >>> cell_edges(224, 14)[:3], cell_edges(10, 4), cell_edges(10, 3, Span(0, 3, 0, 9))
     ([0, 16, 32], [0, 2, 5, 8, 10], [0, 3, 6, 10])
     """
-    if not 1 <= count <= length:
-        raise ShapeError(f"Expected 1 to {length} cells on a side of {length} pixels, got {count}.")
     if span is None:
         return [round(number * length / count) for number in range(count + 1)]
     inner = span.edges(count)[1:-1].clip(0, length)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vitflow.errors import ShapeError
 from vitflow.methods.staged_rollout import carry
 from vitflow.methods.tokens import TokenLayout
 
@@ -22,17 +21,9 @@ def contributions(tokens: Tensor, gradients: Tensor, *, axis: int = -1) -> Tenso
     Returns:
         float64, [batch, tokens].
 
-    Raises:
-        ShapeError: the shapes differ.
-
     >>> contributions(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, -1.0]]]))
     tensor([[1.]], dtype=torch.float64)
     """
-    if tokens.shape != gradients.shape or tokens.ndim < 3:
-        raise ShapeError(
-            f"Expected tokens and gradients of one shape [batch, tokens, channels], got {tuple(tokens.shape)} and "
-            f"{tuple(gradients.shape)}."
-        )
     return (tokens.detach().double() * gradients.detach().double()).sum(dim=axis).flatten(1)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import sum_cells
 from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
@@ -99,14 +99,6 @@ class Values:
     vectors: Tensor
     projection: Tensor
     gram: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        joined = self.vectors.shape[1] * self.vectors.shape[-1]
-        if self.vectors.ndim != 4 or self.projection.ndim != 2 or self.projection.shape[1] != joined:
-            raise ShapeError(
-                "Expected values [batch, heads, tokens, width] and a projection [out, heads · width], got "
-                f"{tuple(self.vectors.shape)} and {tuple(self.projection.shape)}."
-            )
 
     def norms(self) -> Tensor:
         """‖v_j W_O‖₂ per head and token, [batch, heads, tokens], from one small Gram matrix per head.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError
 from vitflow.methods.fusion import (
     HeadFusion,
     SignedFusion,
@@ -17,7 +17,6 @@ from vitflow.methods.fusion import (
     check_readout,
     discard_low,
     fuse_heads,
-    layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
@@ -127,7 +126,7 @@ def _top_rows(readout: Tensor | None, layer: Tensor) -> Tensor:
 
 
 def gradient_weighted_attention(
-    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: SignedFusion
+    attentions: Sequence[Tensor], gradients: Sequence[Tensor], head_fusion: SignedFusion
 ) -> list[Tensor]:
     """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], specific to one class.
 
@@ -145,14 +144,8 @@ def gradient_weighted_attention(
              [0.0000, 1.0000]]]), tensor([[[1., 1.],
              [0., 1.]]]))
     """
-    attentions, gradients = layers_of(attentions), layers_of(gradients)
     layers = []
-    for number, (attention, gradient) in enumerate(zip(attentions, gradients, strict=True), start=1):
-        if attention.ndim != 4 or gradient.shape != attention.shape:
-            raise ShapeError(
-                "Expected attention and its gradient of one shape [batch, heads, tokens, tokens], got "
-                f"{tuple(attention.shape)} and {tuple(gradient.shape)} in layer {number}."
-            )
+    for attention, gradient in zip(attentions, gradients, strict=True):
         products = at_least_float32(attention) * gradient
         if head_fusion == "signed_mean":
             layers.append(products.mean(dim=-3).clamp_min(0.0))

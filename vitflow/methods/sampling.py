@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.errors import OptionError, whole_number
 
 #: Noise λ of maps: larger than the estimated noise, since smoother maps localise better.
 SMOOTHING = 6.0
@@ -56,7 +56,6 @@ def draw_masks(
 
     Raises:
         OptionError: an option is out of range.
-        ShapeError: the affinity does not have a row for each patch.
 
     Source: Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.2, with the same number of patches in every mask.
 
@@ -70,8 +69,6 @@ def draw_masks(
             f"Expected keep as a share of the {rows} × {cols} patches that leaves one of them at least and not all, "
             f"got {keep!r}."
         )
-    if affinity is not None and (affinity.ndim != 2 or len(affinity) != patches):
-        raise ShapeError(f"Expected an affinity [{patches} patches, k], got {tuple(affinity.shape)}.")
     random = np.random.default_rng(seed)
     height, width = min(cells, rows), min(cells, cols)
     sizes = [height * width, patches if affinity is None else affinity.shape[1]]
@@ -95,14 +92,7 @@ def _enlarge(fields: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _centred(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Check masks and their scores, and return both minus their means, float64 on the CPU."""
-    if kept.ndim != 2 or kept.dtype != torch.bool or scores.ndim not in (1, 2) or len(scores) != len(kept):
-        raise ShapeError(
-            "Expected bool masks [masks, patches] and scores [masks] or [masks, classes], got "
-            f"{kept.dtype} {tuple(kept.shape)} and {tuple(scores.shape)}."
-        )
-    if len(kept) < 2:
-        raise ShapeError(f"Expected at least two masks, got {len(kept)}.")
+    """Return masks and their scores minus their means, float64 on the CPU."""
     masks, values = kept.cpu().double(), scores.detach().cpu().double()
     return masks - masks.mean(dim=0), values - values.mean(dim=0)
 
@@ -119,9 +109,6 @@ def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
 
     Returns:
         g, signed, in the unit of the scores: [patches], or [patches, classes].
-
-    Raises:
-        ShapeError: wrong shapes, or fewer than two masks.
 
     Source: the estimator of Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.1, centred, so that
     the map does not depend on how often a patch was kept.
@@ -182,10 +169,6 @@ def regress(kept: Tensor, scores: Tensor, factor: Tensor, *, noise: float | None
         factor: F, [patches, k]; zeros exclude a patch.
         noise: λ; None to estimate it.
 
-    Raises:
-        OptionError: noise is not a positive number.
-        ShapeError: wrong shapes, or fewer than two masks.
-
     Source: Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, §2.1, §2.7 and §5.4; regression of
     scores on masks as in Lundberg & Lee, NeurIPS 2017.
 
@@ -194,14 +177,7 @@ def regress(kept: Tensor, scores: Tensor, factor: Tensor, *, noise: float | None
     tensor([ 1.1250, -1.1250], dtype=torch.float64)
     """
     masks, centred = _centred(kept, scores)
-    count, patches = kept.shape
-    if scores.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
-        raise ShapeError(
-            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
-            f"{tuple(factor.shape)}."
-        )
-    if noise is not None and not 0.0 < noise < float("inf"):
-        raise OptionError(f"Expected a positive noise, got {noise!r}.")
+    count = len(kept)
     factor = factor.detach().cpu().double()
     seen = masks @ factor  # [masks, k]
     spread = float(seen.square().sum())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitflow.errors import OTHER_METHODS, ShapeError, UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.images.geometry import overlaps
 from vitflow.methods.fusion import (
     LargestValues,
@@ -109,10 +109,6 @@ def staged_rollout(
     check_fraction("residual", residual)
     for ratio in ratios:
         check_fraction("discard_ratio", ratio)
-    if not matrices or not len(matrices) == len(tokens) == len(ratios):
-        raise ShapeError(
-            f"Expected tokens and discard ratios of {len(matrices)} layers, got {len(tokens)} and {len(ratios)}."
-        )
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
     readouts = dict(readout) if isinstance(readout, Mapping) else {count: readout}

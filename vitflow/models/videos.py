@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import height_width
 from vitflow.models.data_configs import saved_config
@@ -53,11 +52,6 @@ class StackedFrames(nn.Module):
     def stack(self, frames: Tensor) -> Tensor:
         """Return clips [batch, frames, channels, height, width] as tall images."""
         (times, rows, _), (length, height, _) = self.shape.grid, self.shape.tubelet
-        if frames.ndim != 5 or (frames.shape[1], *frames.shape[3:]) != (self.shape.frames, *self.shape.size):
-            raise ShapeError(
-                f"Expected clips of {self.shape.frames} frames, [batch, frames, channels, {self.shape.size[0]}, "
-                f"{self.shape.size[1]}], got {tuple(frames.shape)}."
-            )
         parts: Tensor = frames.unflatten(1, (times, length)).unflatten(4, (rows, height))
         return parts.permute(0, 3, 1, 4, 2, 5, 6).flatten(2, 5)  # channels, times, rows, length, height, width
 
