@@ -74,7 +74,6 @@ def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
     [
         (["nowhere", *SHORT], 2, "No data at 'nowhere'"),
         (["demo:2", "--method", "all", "--method", "gae"], 2, "--method all cannot be combined"),
-        (["demo:2", *SHORT, "--sigma", "0"], 2, "sigma > 0"),
         (["nowhere", "--card", "card.jpg"], 2, "ends in .png"),
         (["demo:9", *SHORT, "--card", "card.png"], 2, "at least 10 images"),
     ],

@@ -374,7 +374,7 @@ def random(trace: TargetedTrace, *, random_seed: int) -> Maps:
     return Maps(cells.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
 
 
-def centre(trace: TargetedTrace, *, sigma: float) -> Maps:
+def centre(trace: TargetedTrace) -> Maps:
     """Gaussian at the centre of the image."""
     rows, cols = trace.grid()
-    return Maps(cells.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
+    return Maps(cells.centre_prior(rows, cols).expand(len(trace.pixels), -1, -1))

@@ -154,8 +154,5 @@ def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
     >>> centre_prior(1, 3, sigma=0.5)
     tensor([[0.8007, 1.0000, 0.8007]])
     """
-    if not sigma > 0:
-        raise OptionError(f"Expected sigma > 0, got {sigma}.")
-    # In units of σ, as σ² may overflow or underflow.
     y, x = (((torch.arange(count, dtype=torch.float64) + 0.5) / count - 0.5) / sigma for count in (rows, cols))
     return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / 2.0).float()

@@ -16,10 +16,6 @@ HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
 SignedFusion = HeadFusion | Literal["signed_mean"]
 
 
-# Sums of float32 numbers above this are not denormal.
-_TINY = 1e-30
-
-
 def check_head_fusion(head_fusion: str) -> None:
     """Raise OptionError unless the name is one of mean, max, min."""
     check_known("head fusion", head_fusion, HEAD_FUSIONS)
@@ -159,13 +155,10 @@ def normalize_rows(matrix: Tensor, *, in_place: bool = False) -> Tensor:
     """
     total = matrix.sum(dim=-1, keepdim=True)
     # Nearly always, in a fifth of the time of the code below; but a GPU would wait for the answer.
-    if total.is_cpu and ((total > _TINY) & (total < torch.inf)).all():
+    if total.is_cpu and (total > 0).all():
         return matrix.div_(total) if in_place else matrix / total
-    # Divided by the largest entry first, a row of very large numbers does not overflow in its sum.
-    largest = matrix.amax(dim=-1, keepdim=True)
-    empty = largest <= 0
-    scaled = matrix / torch.where(empty, 1.0, largest)
-    normal = scaled / torch.where(empty, 1.0, scaled.sum(dim=-1, keepdim=True))
+    empty = total <= 0
+    normal = matrix / torch.where(empty, 1.0, total)
     if matrix.shape[-2] != matrix.shape[-1]:
         return normal
     return torch.where(empty, torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device), normal)

@@ -102,8 +102,6 @@ def choose_methods(
     if not choices:
         raise OptionError("Expected at least one method, got none.")
     pairs = [(get_method(name), specific) for name, specific in map(_named, choices)]
-    if options.get("random_seed") is not None:  # a generator is drawn from once for all methods
-        options = {**options, "random_seed": OPTIONS["random_seed"].checked(options["random_seed"])}
     for name in options:
         if not any(method.accepts(name) for method, _ in pairs):
             _refuse_option(name, pairs[0][0], default=methods is None, has_target=has_target)

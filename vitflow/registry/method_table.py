@@ -345,6 +345,5 @@ register_method(
     title="Centre prior",
     summary="Baseline: a Gaussian at the centre of the image.",
     question="What does a map that always highlights the centre look like?",
-    defaults={"sigma": 0.25},
     refine_stage="none",
 )

@@ -22,7 +22,6 @@ class LayerMapOptions(TypedDict, total=False):
     peer_options: Mapping[str, Any] | None
     masks: int | None
     random_seed: int | None
-    sigma: float | None
     layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None
     refine: int | None

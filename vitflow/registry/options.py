@@ -218,7 +218,6 @@ OPTIONS: dict[str, Option] = {
             limits=(0, None),
             metavar="N≥0",
         ),
-        Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
         Option(
             "layers",
             _LAYERS,
