@@ -1,6 +1,5 @@
 """Measure an image: make its maps, and compute the values of each group of metrics."""
 
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -111,19 +110,13 @@ def measure(case: Case) -> dict[str, Any]:
         "groups": case.groups,
         "target_source": "prediction" if case.truth.target is None else "label",
         **first.score.to_dict(),
-        "width": first.image.shape[1],
-        "height": first.image.shape[0],
         "turned": region is not None and is_turned(case.image.source),
         "region_share": None if region is None else float(region.mean()),
-        "seconds": {label: saliency.seconds for label, saliency in case.maps.items()},
-        "group_seconds": {},
         "grid": None if case.grid is None else case.grid.names,
         "values": values,
     }
     for group in filter(_MEASURES.__contains__, case.groups):
-        start = time.perf_counter()
         _MEASURES[group](case, values)
-        row["group_seconds"][group] = time.perf_counter() - start
     plain: dict[str, Any] = _rounded(row)
     return plain
 

@@ -114,12 +114,6 @@ def notes_on(tables: Tables) -> list[str]:
             f"The grid pointing game has {made} of four images of different classes, drawn with the seed among images "
             "whose labelled class is predicted with a probability above 0.5."
         )
-    seconds = {
-        name: sum(image.get("group_seconds", {}).get(name, 0.0) for image in images) for name in settings["groups"]
-    }
-    if images and (total := sum(seconds.values())):
-        times = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
-        notes.append(f"Measuring took {total:.0f} s besides the maps: {times}.")
     checked = sum("sanity" in image["groups"] for image in images)
     if checked:
         notes.append(f"The sanity checks used {counted(checked, 'image')}.")

@@ -265,12 +265,6 @@ def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]
             raise ShapeError(f"Expected a mask [{height}, {width}] as the image, got {list(region.shape)}.")
         return region, "the given mask"
     mask = np.zeros((height, width), np.bool_)
-    if len(region) == 2:
-        x, y = (int(np.floor(each)) for each in region)
-        if not (0 <= x < width and 0 <= y < height):
-            raise OutsideImageError(f"The point {region} is outside the image of {width} × {height} pixels.")
-        mask[y, x] = True
-        return mask, "the given point"
     left, top, right, bottom = (max(0, round(edge)) for edge in box_inside(region, placement))
     mask[top:bottom, left:right] = True
     if not mask.any():
@@ -335,20 +329,21 @@ def masks(region: Any = None) -> Masks:
         OptionError: the region is none of these.
 
     >>> masks((12, 40))
-    Masks(region=(12.0, 40.0))
+    Masks(region=(12.0, 40.0, 13.0, 41.0))
     """
     if region is None:
         return Masks()
     array = np.asarray(region)
     if array.ndim == 2:
         return Masks(array > 0)
-    if array.shape == (4,):
-        return Masks(check_box(region))
-    if array.shape != (2,) or not np.isfinite(array.astype(float)).all():
+    if array.shape == (2,):  # the box of its pixel
+        x, y = np.floor(array.astype(float))
+        return Masks(check_box((x, y, x + 1, y + 1)))
+    if array.shape != (4,):
         raise OptionError(
             f"Expected a mask [height, width], a box (left, top, right, bottom) or a point (x, y), got {region!r:.60}."
         )
-    return Masks((float(array[0]), float(array[1])))
+    return Masks(check_box(region))
 
 
 def about_region(model: nn.Module, region: Any = None, prompts: Prompts | None = None) -> Boxes | Masks:

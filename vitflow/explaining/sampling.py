@@ -68,10 +68,8 @@ def sample(
     batch, count = whole_number("occlusion_batch", occlusion_batch, 1), whole_number("masks", masks, 2)
     layout, grid, _ = _hiding(trace)
     images = trace.pixels.detach().split(1)
-    # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
-    known: list[list[Tensor]] = trace.cached_outputs.setdefault(
-        ("sampling", random_seed, affinity), [[] for _ in images]
-    )
+    # The outputs serve further classes and methods.
+    known: list[Tensor] = trace.cached_outputs.setdefault(("sampling", count, random_seed, affinity), [])
     if affinity is None:  # the same masks for all images
         kept = draw_masks(*grid, masks=count, seed=random_seed).expand(len(images), -1, -1)
     else:
@@ -81,13 +79,14 @@ def sample(
         tokens = layout.num_tokens - layout.num_patches + int(kept[0, 0].sum())
         batch = int(batch * layout.num_tokens / tokens)
     with tracking("sampling", len(images) * count) as progress:
-        for image, drawn, rows in zip(images, kept, known, strict=True):  # a row for each mask
-            progress(min(len(rows), count))
-            while len(rows) < count:
-                part = drawn[len(rows) : len(rows) + batch]
-                rows.extend(_log_odds(trace, image, part, layout, grid))
+        progress(count * len(known))
+        for image, drawn in () if known else zip(images, kept, strict=True):
+            parts = []
+            for part in drawn.split(batch):
+                parts.append(_log_odds(trace, image, part, layout, grid))
                 progress(len(part))
-    return kept, torch.stack([torch.stack(rows[:count]) for rows in known])
+            known.append(torch.cat(parts))
+    return kept, torch.stack(known)
 
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
