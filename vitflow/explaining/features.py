@@ -35,13 +35,13 @@ def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
     """Return the layout of the output of a module, and True if its channels are last."""
     model = type(trace.model).__name__
     if path not in trace.features:
-        raise UnsupportedModelError(f"{model} does not run {path}: use another layer.")
+        raise UnsupportedModelError(f"{model} does not run {path}: use another layer, input_gradient or occlusion.")
     trace.check_places(path)
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None or trace.pixels is None or len(features) != len(trace.pixels):
         raise UnsupportedModelError(
-            f"The output of {path} in {model}, of shape {tuple(features.shape)}, has no patch grid. Use another layer, "
-            f"input_gradient or occlusion; if its tokens are arranged in another way, pass {LAYOUT}."
+            f"The output of {path} in {model}, of shape {tuple(features.shape)}, has no patch grid for each image. Use "
+            f"another layer, input_gradient or occlusion; if its tokens are arranged in another way, pass {LAYOUT}."
         )
     return located
 
@@ -78,12 +78,11 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     layer is the last one below with a gradient.
     """
     targets, norm = trace.class_indices, block_norm(trace.model, layer)
-    if layer == -1 and not _has_gradient(trace, norm, targets):
-        recorded, path, partial = _recorded_layer(trace, layer)
-    else:
-        recorded, path, partial = trace, norm, is_partial(trace, targets, norm)
-    facts: dict[str, Any] = ({} if path == norm else {"cam_layer": path}) | ({"cam_partial": True} if partial else {})
+    read_lower = layer == -1 and not _has_gradient(trace, norm, targets)
+    recorded, path = _recorded_layer(trace, layer) if read_lower else (trace, norm)
     layout, channels_last = _located(recorded, path)
+    facts: dict[str, Any] = {} if path == norm else {"cam_layer": path}
+    facts |= {"cam_partial": True} if is_partial(recorded, targets, path) else {}
     both = recorded.features, recorded.backward(targets, pixels=False).features
     pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
@@ -103,32 +102,26 @@ def is_partial(trace: Trace, targets: Tensor, path: str) -> bool:
 
     Outputs of several branches, which do not all pass the first block, are refused.
     """
-    model, block = type(trace.model).__name__, block_of(path)
-    if path not in trace.features:
-        raise UnsupportedModelError(f"{model} does not run {path}: use another layer, input_gradient or occlusion.")
-    if (count := len(trace.features[path])) != (images := len(targets)):
-        fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
-        raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
+    block = block_of(path)
     partial = trace.bypasses(block, targets) and trace.bypasses(INPUT_OF + block, targets)
     if partial and trace.bypasses(block_of(block_norm(trace.model, 1)), targets):
         raise UnsupportedModelError(
-            f"{model} computes its output in several branches, not only in that of {block}, and Grad-CAM would omit "
-            f"the rest. {OTHER_METHODS}"
+            f"{type(trace.model).__name__} computes its output in several branches, not only in that of {block}, and "
+            f"Grad-CAM would omit the rest. {OTHER_METHODS}"
         )
     return partial
 
 
 def measured_layer(trace: TargetedTrace, layer: int) -> tuple[str, TokenLayout]:
     """Return the module that `gradcam` reads for a trace without gradients, and its layout, from another pass."""
-    recorded, path, _ = _recorded_layer(trace, layer)
-    return path, _located(recorded, path)[0]
+    recorded, path = _recorded_layer(trace, layer)
+    layout, _ = _located(recorded, path)
+    is_partial(recorded, trace.class_indices, path)  # refuses several branches
+    return path, layout
 
 
-def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, bool]:
-    """Return another recorded pass, the module that Grad-CAM reads, and the result of `is_partial`.
-
-    For layer −1, the module is the last one with a gradient at its patches.
-    """
+def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str]:
+    """Return another recorded pass, and the module that Grad-CAM reads: for layer −1 the last one with a gradient."""
     model, targets, size = trace.model, trace.class_indices, (trace.pixels.shape[-2], trace.pixels.shape[-1])
     norm = block_norm(model, layer)
     paths = [norm, *lower_features(model, norm)] if layer == -1 else [norm]
@@ -143,7 +136,7 @@ def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str, bool]
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model), recording as recorded:
         model(trace.pixels.detach().clone(), **forward_options(model, size))
     path = next((path for path in paths if _has_gradient(recorded, path, targets)), norm)
-    return recorded, path, is_partial(recorded, targets, path)
+    return recorded, path
 
 
 def legrad(trace: TargetedTrace, *, start_layer: int) -> Maps:
