@@ -71,14 +71,8 @@ def read_entries(path: Path) -> list[tuple[Any, Parse]]:
     return entries
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"expected a list, got {reprlib.repr(value)}")
-    return value
-
-
 def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
-    for entry in _list(content):
+    for entry in content:
         known = isinstance(entry, dict)
         if known and isinstance(boxes := entry.get("boxes", entry.get("boxes_xyxy")), list):
             check_boxes(box.get("box") if isinstance(box, dict) else box for box in boxes)
@@ -91,7 +85,7 @@ def _parse_boxes(entry: Mapping[str, Any], size: Size) -> Truth:
         width, height = entry["size"]
         check_size((height, width), size, "boxes")
     label = _label_of(entry)
-    boxes = _list(entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"])
+    boxes = entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"]
     boxes = [box if isinstance(box, dict) else {"box": box, "label": label} for box in boxes]
     return tuple(Region(_label_of(box), read_box(box["box"])) for box in boxes), label
 
@@ -101,11 +95,11 @@ def _label_of(entry: Mapping[str, Any]) -> Label:
 
 
 def _coco_entries(content: Mapping[str, Any]) -> Iterator[tuple[Any, Parse]]:
-    names = {category["id"]: category.get("name") for category in _list(content.get("categories") or [])}
+    names = {category["id"]: category.get("name") for category in content.get("categories") or ()}
     by_image: dict[Any, list[Mapping[str, Any]]] = {}
-    for annotation in _list(content["annotations"]):
+    for annotation in content["annotations"]:
         by_image.setdefault(annotation["image_id"], []).append(annotation)
-    for entry in _list(content["images"]):
+    for entry in content["images"]:
         file = entry.get("file_name") if isinstance(entry, dict) else entry
         yield file, partial(_parse_coco, names, by_image, entry)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 from vitflow.errors import ShapeError
 from vitflow.methods.similarity import is_constant
@@ -72,13 +73,13 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
         return None
     mass = values.astype(np.float64) - float(values.min())
     whole = float(mass.sum())
-    hits, misses = _by_threshold(values, inside)
+    count, others = int(inside.sum()), int((~inside).sum())
     # In float64 and minus the minimum, so that a constant map is not above its mean.
     predicted = mass > mass.mean()
     return Localisation(
         pointing_game=float(region[_highest_pixel(heatmap)]),
         energy=float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean()),
-        roc_auc=float(np.diff(misses) @ (hits[1:] + hits[:-1]) / 2.0 / (hits[-1] * misses[-1])),
+        roc_auc=(float(rankdata(values)[inside].sum()) - count * (count + 1) / 2) / (count * others),
         mean_iou=(_iou(predicted, inside) + _iou(~predicted, ~inside)) / 2.0,
     )
 
@@ -93,15 +94,6 @@ def _highest_pixel(heatmap: Heatmap) -> tuple[int, int]:
     highest = np.argwhere(heatmap == np.nanmax(heatmap))
     row, col = highest[((highest - np.rint(highest.mean(axis=0))) ** 2).sum(axis=1).argmin()]
     return int(row), int(col)
-
-
-def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the counts of region and background pixels at or above each distinct value, highest first, after a 0."""
-    order = np.argsort(values)[::-1]
-    ordered = values[order]
-    last = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
-    hits = np.cumsum(inside[order], dtype=np.float64)[last]
-    return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
 
 
 # --- One class against another --------------------------------------------------------------------------------------
