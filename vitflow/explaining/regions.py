@@ -165,12 +165,12 @@ def _matching(
             raise OutsideImageError(
                 f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
             )
+    from torchvision.ops import batched_nms  # slow to import
+
     best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
     selected: list[Selected] = []
-    for query in best.argsort(descending=True, stable=True).tolist():
+    for query in batched_nms(places, best, classes, _SAME)[:count].tolist():
         kind = int(classes[query]) if index is None else index
-        if any(one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None):
-            continue  # the same object
         left, top, right, bottom = places[query].tolist()
         height, width = placement.input_size
         edges = placement.box_on_image((top * height, bottom * height), (left * width, right * width))
@@ -182,8 +182,6 @@ def _matching(
         if box is not None:
             detection |= {"requested": list(box), "iou": round(float(overlaps[query]), 3)}
         selected.append(Selected(kind, query, places[query], {"detection": detection}))
-        if len(selected) == count:
-            break
     return selected
 
 
