@@ -139,7 +139,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
 
 
 # What may differ between two runs over one folder, for it changes no result of an image.
-FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "report"}
+FREE = {"source", "output", "recursive", "limit", "batch_size", "workers", "overwrite", "report"}
 FREE |= {"progress", "command", "engine", "address", "actors", "manifest"}
 
 

@@ -181,7 +181,7 @@ def test_images_of_subfolders_that_are_left_out_are_mentioned(tmp_path):
         assert run(source, source / "out", methods=["centre"], overlays=False).total == 2
     assert len(list_inputs(source, source / "out", recursive=True).files) == 8  # those of the output are not read
     with pytest.warns(VitflowWarning, match="^Images in subfolders"):
-        list_inputs(source, source / "out", glob="0.jpg", limit=1)
+        list_inputs(source, source / "out", limit=1)
     with pytest.raises(ImageError, match="got none. Images in subfolders"):
         list_inputs(fill(tmp_path / "empty" / "in", 1).parent, tmp_path / "out")
 
@@ -196,13 +196,14 @@ def test_several_sources_keep_their_tree(tmp_path):
 def test_patterns_and_limits_choose(tmp_path):
     source = fill(tmp_path / "in", 12)
     (source / "image.data").write_bytes(image_bytes(3))
-    assert run(source, tmp_path / "a", glob="1*").total == 3
-    assert run(source, tmp_path / "b", glob="*.data").explained == 1
+    assert run(f"{source}/1*", tmp_path / "a").total == 3
+    assert run(f"{source}/*.data", tmp_path / "b").explained == 1
     assert run(str(tmp_path / "i*" / "1?.jpg"), tmp_path / "c").total == 2
     assert [row["input"] for row in run(source, tmp_path / "d", limit=3)] == ["0.jpg", "1.jpg", "2.jpg"]
     assert list(list_inputs(f"file://{source}", tmp_path / "e").files) == [f"{number}.jpg" for number in range(12)]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ImageError, match="got none"):
-        run(source, tmp_path / "e", glob="*.gif")
+        run(tmp_path / "empty", tmp_path / "e")
     with pytest.raises(ImageError, match="there is nothing at"):
         run(tmp_path / "nowhere", tmp_path / "e")
     assert not (tmp_path / "e").exists()

@@ -1,7 +1,6 @@
 """Plan a folder run: its inputs, the names of their outputs, and the inputs that are done. Does not import torch."""
 
-import fnmatch
-import glob as globbing
+import glob
 import itertools
 import os
 import unicodedata
@@ -79,13 +78,7 @@ class Listing:
             claimed.update(names)
             return True
 
-        times = Counter(map(_folded, (taken or {}).values()))
-        # In an edited record, inputs may share a stem: assign new ones.
-        stems = {
-            key: stem
-            for key, stem in (taken or {}).items()
-            if times[_folded(stem)] == 1 and len(stem.rpartition("/")[2].encode()) <= room and claim(stem)
-        }
+        stems = {key: stem for key, stem in (taken or {}).items() if claim(stem)}
         for key in self.files:
             if key not in stems:
                 stems[key] = next(filter(claim, _stems(key, room)))
@@ -97,7 +90,6 @@ def list_inputs(
     output: str | os.PathLike[str],
     *,
     recursive: bool = False,
-    glob: str | None = None,
     limit: int | None = None,
     urls: bool = False,
 ) -> Listing:
@@ -122,7 +114,7 @@ def list_inputs(
                 f"A local run reads local files, not {printable(url)!r}: copy them (aws s3 sync {url} images/), mount "
                 "them, or use --engine ray (engine='ray')."
             )
-        return _list_url(given, output, recursive, glob, limit)
+        return _list_url(given, output, recursive, limit)
     paths = [match for source in given for match in _expand(source)]
     if not paths:
         raise OptionError("Expected at least one folder or image, got none.")
@@ -138,31 +130,30 @@ def list_inputs(
     files: dict[str, str] = {}
     unread, real_output = Counter[str](), os.path.realpath(output)
     for path in absolute:
-        for file in _files(path, recursive, glob, real_output, unread):
+        for file in _files(path, recursive, real_output, unread):
             files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
     notes = [unread_in_words(unread)] if unread else []
-    deeper = (file for path in absolute for file in _files(path, True, glob, real_output, Counter()))
+    deeper = (file for path in absolute for file in _files(path, True, real_output, Counter()))
     left_out = (Path(os.path.relpath(file, root)) for file in deeper)
     if not recursive and any("masks" not in path.parts and path.as_posix() not in files for path in left_out):
         notes.append("Images in subfolders are left out: --recursive (recursive=True) includes them.")
-    keys = _in_order(files, paths, glob, notes)[:limit]
+    keys = _in_order(files, paths, notes)[:limit]
     for note in notes:
         warnings.warn(note, VitflowWarning, stacklevel=3)
     real = frozenset(map(os.path.realpath, files.values()))
     return Listing(root, output, {key: files[key] for key in keys}, real, unread=dict(sorted(unread.items())))
 
 
-def _in_order(keys: Iterable[str], sources: Sequence[str], glob: str | None, notes: Sequence[str]) -> list[str]:
+def _in_order(keys: Iterable[str], sources: Sequence[str], notes: Sequence[str]) -> list[str]:
     """Return the keys in natural order; ImageError with the notes if there are none."""
     ordered = sorted(keys, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
     if not ordered:
-        what = f"file that matches {glob!r}" if glob else "image"
-        first = f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none."
+        first = f"Expected at least one image in {', '.join(map(repr, sources))}, got none."
         raise ImageError(" ".join((first, *notes)))
     return ordered
 
 
-def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str | None, limit: int | None) -> Listing:
+def _list_url(sources: Sequence[str], output: Path, recursive: bool, limit: int | None) -> Listing:
     if len(sources) > 1:
         raise OptionError(f"Expected a URL as the only source, got {len(sources)}: {', '.join(map(repr, sources))}.")
     url, mark, options = sources[0].partition("?")
@@ -177,11 +168,11 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
     listed = {info.path[len(root.rstrip("/")) + 1 :]: (info.size, info.mtime_ns) for info in files}
     visible = [key for key in listed if not any(part.startswith(".") for part in key.split("/")[:-1])]
     unread = Counter[str]()
-    selected = [key for key in visible if _is_input(key, glob, unread)]
+    selected = [key for key in visible if _is_input(key.rpartition("/")[2], unread)]
     if note := unread_in_words(unread):
         warnings.warn(note, VitflowWarning, stacklevel=4)
     notes = () if recursive else ("--recursive (recursive=True) includes subfolders.",)
-    keys = _in_order(selected, sources, glob, notes)[:limit]
+    keys = _in_order(selected, sources, notes)[:limit]
     urls = {key: f"{url}/{quote(key)}{options}" for key in keys}
     return Listing(url + options, output, urls, listed=listed, unread=dict(sorted(unread.items())))
 
@@ -199,14 +190,14 @@ def open_url(url: str) -> tuple[Any, str]:
 def _expand(source: str) -> list[str]:
     if os.path.lexists(source):
         return [source]
-    matches = sorted(globbing.glob(source, recursive=True)) if globbing.has_magic(source) else []  # noqa: PTH207
+    matches = sorted(glob.glob(source, recursive=True)) if glob.has_magic(source) else []  # noqa: PTH207
     if not matches:
         raise ImageError(f"Expected a folder or an image, but there is nothing at {source!r}.")
     return matches
 
 
-def _files(source: str, recursive: bool, glob: str | None, output: str, unread: Counter[str]) -> Iterator[str]:
-    """Yield each input of a source; `unread` counts hidden images and, without a glob, other formats by suffix."""
+def _files(source: str, recursive: bool, output: str, unread: Counter[str]) -> Iterator[str]:
+    """Yield each input of a source; `unread` counts hidden images, and other formats by suffix."""
     if not is_folder(source):
         yield source
         return
@@ -219,22 +210,17 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
             continue
         visited.add((status.st_dev, status.st_ino))
         for name in (*names, *subfolders):
-            path = os.path.join(folder, name)  # noqa: PTH118
-            if _is_input(Path(os.path.relpath(path, source)).as_posix(), glob, unread, folder=name in subfolders):
-                yield path
+            if _is_input(name, unread, folder=name in subfolders):
+                yield os.path.join(folder, name)  # noqa: PTH118
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
 
 
-def _is_input(key: str, glob: str | None, unread: Counter[str], *, folder: bool = False) -> bool:
-    """Return True for an input, given its path relative to the source; count an image file that is left out."""
-    name = key.rpartition("/")[2]
-    matches = is_image_name(name) if glob is None else not folder and any(fnmatch.fnmatch(n, glob) for n in (name, key))
-    if matches and not name.startswith("."):
-        return True
-    if (matches or glob is None) and not folder and (suffix := unread_suffix(name)):
+def _is_input(name: str, unread: Counter[str], *, folder: bool = False) -> bool:
+    """Return True for the name of an input; count an image file that is left out."""
+    if not is_image_name(name) and not folder and (suffix := unread_suffix(name)):
         unread[suffix] += 1
-    return False
+    return is_image_name(name)
 
 
 def _stems(key: str, room: int) -> Iterator[str]:

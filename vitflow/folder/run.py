@@ -81,7 +81,6 @@ def explain_folder(
     methods: Sequence[MethodChoice] | None = None,
     target: Target | Contrast = None,
     recursive: bool = False,
-    glob: str | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
     workers: int | None = None,
@@ -114,7 +113,6 @@ def explain_folder(
             images or a function, otherwise rollout.
         target: class that class-specific methods explain; by default each image's predicted class.
         recursive: include subfolders.
-        glob: read the files whose name or path relative to the source matches this pattern, with any suffix.
         limit: process the first images only.
         batch_size: images at a time, which copies of the model share on several cores; halved if memory runs out. By
             default 64 on a GPU, and on a CPU 32, or 16 with slow methods and those that compute gradients.
@@ -162,7 +160,7 @@ def explain_folder(
     job = make_job(methods, options, target=target, has_target=has_target, **drawn)
     check_drawing(job.drawing, format)
     # Report errors of the sources before loading a model.
-    selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
+    selection: dict[str, Any] = {"recursive": recursive, "limit": limit}
     listing = list_inputs(source, output, **selection, urls=engine == "ray")
     workers = decoder_count(len(listing.files), workers) if engine == "local" else 0
     with DecoderPool(workers) as decoders:  # they start while the model is loaded
