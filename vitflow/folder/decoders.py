@@ -15,7 +15,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -132,58 +131,42 @@ class Child:
     def __init__(self, function: Callable[[Any], Any], paths: Sequence[str] = (_PACKAGE_ROOT,)) -> None:
         self._function = function
         self._command = [sys.executable, "-P", "-c", _PROGRAM, *paths]
-        self._lock = threading.Lock()
-        self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start()
+        self._process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        with self._lock:
-            if self._closed:
-                raise InterruptedError("The run was stopped.")
-            if self._process is not None:
-                _end(self._process)  # it ended between two requests: close its pipes
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # decoders in C print warnings about files
-                env=_ENVIRONMENT | os.environ,
-                start_new_session=True,  # so that Ctrl-C reaches the parent alone
-            )
-            return self._process
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # decoders in C print warnings about files
+            env=_ENVIRONMENT | os.environ,
+            start_new_session=True,  # so that Ctrl-C reaches the parent alone
+        )
 
     def ask(self, request: Any) -> Any:
-        """Return the result for a request; WorkerCrashed if the process ended on it, InterruptedError if closed."""
+        """Return the result for a request; WorkerCrashed if the process ended on it."""
+        if self._process.poll() is not None:
+            self.close()  # the pipes of a process that ended between two requests
+            self._process = self._start()
         process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump((self._function, request), process.stdin)
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise WorkerCrashed(_end(process)) from error
+            raise WorkerCrashed(self.close()) from error
 
-    def close(self) -> None:
-        """End the process immediately, and abort its request."""
-        with self._lock:
-            self._closed = True
-        if self._process is not None:
-            _end(self._process)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kill a process, close its pipes, and return its exit status."""
-    process.kill()
-    code = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        # Buffered data for a killed process cannot be flushed.
-        with suppress(OSError):
-            if pipe is not None:
-                pipe.close()
-    return code
+    def close(self) -> int:
+        """End the process immediately, with its request, and return its exit status."""
+        self._process.kill()
+        code = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            # Buffered data for a killed process cannot be flushed.
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return code
 
 
 def answer_requests() -> None:
@@ -225,8 +208,6 @@ class DecoderPool:
         try:
             answer: Decoded = child.ask(path)
             return answer
-        except InterruptedError as error:
-            return Decoded(None, failed_row({}, error))
         except WorkerCrashed as crashed:
             kind = "DecoderCrash"
             message = f"The decoder crashed on this file (exit status {crashed}): it is damaged, or memory ran out."
@@ -241,10 +222,11 @@ class DecoderPool:
             self._idle.put(child)
 
     def close(self) -> None:
-        """Stop immediately, and cancel pending requests."""
+        """Cancel pending requests, and stop immediately."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for child in self._children:
             child.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True)
 
     def __enter__(self) -> "DecoderPool":
         return self
