@@ -140,7 +140,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
 
 # What may differ between two runs over one folder, for it changes no result of an image.
 FREE = {"source", "output", "recursive", "limit", "batch_size", "workers", "overwrite", "report"}
-FREE |= {"progress", "command", "engine", "address", "actors", "manifest"}
+FREE |= {"progress", "engine", "address", "actors", "manifest"}
 
 
 def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):

@@ -95,7 +95,6 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         "target": shared.target_of(given["target"], given),
         "overwrite": not given["resume"],
         "drawing": shared.drawing_values(given),
-        "command": [printable(word) for word in ["vitflow", *sys.argv[1:]]],
     }
     with resumable(kept=True), images_bar() as progress:
         summary = explain_folder(sources, progress=progress, **arguments, **options)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -205,29 +205,19 @@ def read_photograph(row: Mapping[str, Any], root: str) -> NDArray[np.uint8]:
 
 # -- the display in a notebook
 
-#: Maximal number of images in a notebook display.
-SHOWN = 6
+# Maximal number of images in a notebook display.
+_SHOWN = 6
 
 
-def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a figure with the first overlay of each row's image, and a table of the rows."""
-    from vitflow.images.figures import NOTEBOOK_DPI, NOTEBOOK_WIDTH, Cell, Column, bundle, draw_bands, html_table
+def show_run(text: str, output: Path, rows: Iterable[Row]) -> Any:
+    """Return a figure with the first overlay of each of the first images."""
+    from vitflow.images.figures import NOTEBOOK_DPI, NOTEBOOK_WIDTH, Cell, Column, bundle, draw_bands
 
-    pen, cells, columns, overlays = Pen(NOTEBOOK_WIDTH, dpi=NOTEBOOK_DPI), [], [], []
-    for row in rows:
-        probability = row.get("probability")
-        prediction = (
-            row.get("class_name") or row.get("class_index"),
-            "" if probability is None else f"{probability:.1%}",
-        )
-        cells.append(
-            (printable(row["input"]), row["status"], *(prediction if row["status"] == "explained" else ("", "")))
-        )
+    pen, columns, overlays = Pen(NOTEBOOK_WIDTH, dpi=NOTEBOOK_DPI), [], []
+    for row in islice(rows, _SHOWN):
         for label, file in list(row.get("outputs", {}).items())[:1]:
             with contextlib.suppress(ImageError):  # the file may have been moved
                 overlay = pen.photograph(read_image(output / file))
                 columns.append(Column(Path(row["input"]).name, label))
                 overlays.append([Cell(overlay, (str(row["class_name"] or ""),))])
-    sheet = draw_bands([(columns, [overlays])], dpi=NOTEBOOK_DPI) if columns else None
-    head = ("image", "status", "class", "probability")
-    return bundle(text, sheet, [html_table(cells, head)])
+    return bundle(text, draw_bands([(columns, [overlays])], dpi=NOTEBOOK_DPI) if columns else None)

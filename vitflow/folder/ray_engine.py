@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitflow.errors import ImageError, OptionError, VitflowError, check_known, load_extra, printable, whole_number
+from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
 from vitflow.folder.columns import Maps, Row, failed_row
 from vitflow.folder.decoders import Child, Decoded, WorkerCrashed, decode_bytes, decode_file, failed
 from vitflow.folder.plan import Input, open_url
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vitflow.folder.store import Run
     from vitflow.folder.work import Batches, Job, Tally
 
-# Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
-_LARGEST = 2**28
 # Rows arrive block by block; Ray schedules this many blocks without noticeable cost.
 _MOST_BLOCKS = 10_000
 
@@ -110,9 +108,7 @@ def _read(item: "Input") -> "Decoded":
     try:
         filesystem, path = open_url(item.path)
         with filesystem.open_input_stream(path) as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise ImageError(f"Expected a file of at most {_LARGEST // 2**20} MiB, got more: {printable(item.path)!r}.")
+            content = file.read()
     except Exception as error:  # stores raise errors of many types
         return failed(error, item.path, item.known)
     return decode_bytes(content, item.path).named(item.known)

@@ -18,7 +18,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.columns import check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.draw import SHOWN, check_drawing, show_run
+from vitflow.folder.draw import check_drawing, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import clear_outputs, is_done, list_inputs, remove_orphans
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
@@ -60,8 +60,8 @@ class FolderSummary:
         return f"FolderSummary({self.explained} explained{kept}{failed}; {self.manifest})"
 
     def _repr_mimebundle_(self, **_: Any) -> Any:
-        """Return the notebook display: the first overlays, with the rows of their images."""
-        return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
+        """Return the notebook display: the first overlays."""
+        return show_run(repr(self), self.output, self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each input's row, read lazily."""
@@ -94,7 +94,6 @@ def explain_folder(
     address: str | None = None,
     actors: int | None = None,
     progress: Callable[[RunProgress], None] | None = None,
-    command: Sequence[str] | None = None,
     **options: Unpack[MethodOptions],
 ) -> FolderSummary:
     """Explain every image of a folder; another run with the same options resumes and updates changed images.
@@ -130,7 +129,6 @@ def explain_folder(
         address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
         actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
         progress: called for each finished image, and on progress of slow methods.
-        command: the command line, for run.json.
         options: options for every method that supports them.
 
     Raises:
@@ -183,15 +181,12 @@ def explain_folder(
                 run_on_ray(wanted, Request(model, known, job, size), run, tally, address, actors)
             elif wanted:
                 Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(wanted)
-            record = {
-                "command": list(command) if command else None,
-                "settings": selection | {"left_out": dict(listing.unread)},
-            }
-            return _finish(run, len(inputs) - len(wanted), started, record, manifest=manifest, report=report)
+            settings = selection | {"left_out": dict(listing.unread)}
+            return _finish(run, len(inputs) - len(wanted), started, settings, manifest=manifest, report=report)
 
 
 def _finish(
-    run: Run, kept: int, started: float, record: Mapping[str, Any], *, manifest: str, report: bool
+    run: Run, kept: int, started: float, settings: Mapping[str, Any], *, manifest: str, report: bool
 ) -> FolderSummary:
     """Write the manifest, the report and run.json; `kept` is the number of inputs that earlier runs explained."""
     totals, fingerprint = run.finish(), run.fingerprint
@@ -208,7 +203,7 @@ def _finish(
             "explained_by_this_run": explained,
             "images_per_second": round(explained / max(seconds, 1e-9), 3),
         }
-        run.write_summary(record["settings"], totals, times, record["command"])
+        run.write_summary(settings, totals, times)
     return FolderSummary(run.folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 

@@ -178,17 +178,10 @@ class Run(SavedRun):
         total = len(self._positions)
         return {"total": total, "explained": explained, "failed": total - explained}
 
-    def write_summary(
-        self, settings: Mapping[str, Any], totals: Mapping[str, int], seconds: Mapping[str, Any], command: Any
-    ) -> None:
-        """Write run.json: versions, command, options, totals and times."""
-        record = {
-            "versions": versions(),
-            "command": list(command) if command else None,
-            "run": {**self.fingerprint, **settings},
-            "totals": totals,
-            "time": seconds,
-        }
+    def write_summary(self, settings: Mapping[str, Any], totals: Mapping[str, int], seconds: Mapping[str, Any]) -> None:
+        """Write run.json: versions, options, totals and times."""
+        run = {**self.fingerprint, **settings}
+        record = {"versions": versions(), "run": run, "totals": totals, "time": seconds}
         with write_inside(self.folder, "run.json", durable=True) as file:
             file.write(json.dumps(record, indent=2).encode("ascii") + b"\n")
 
