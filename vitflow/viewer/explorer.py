@@ -97,25 +97,24 @@ def make_explorer(
     Data that does not fit into max_size megabytes is left out with a note: first single heads, then all fusions but
     one.
     """
-    records = [image.record for image in images]
-    for one, image in zip(records, images, strict=True):
+    for image in images:
         for name, matrices in image.affinities.items():  # row by row, with the diagonal
             halves = [symmetric[np.triu_indices(len(symmetric))] for symmetric in matrices]
-            one["affinities"][name] = [pack_half(half) for half in halves]
+            image.record["affinities"][name] = [pack_half(half) for half in halves]
         if image.features is not None:
-            one["features"] = {**pack_half(image.features[0]), "grid": image.features[1]}
-    live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
+            image.record["features"] = {**pack_half(image.features[0]), "grid": image.features[1]}
+    records, live = [image.record for image in images], [image for image in images if image.attention]
     notes = _pack_attention(live, max_size * _MEGABYTE - len(str(records)) - 2**17) if live else []
     if reason := next((one["refused"]["deletion"] for one in records if "deletion" in one["refused"]), None):
         notes.append(f"“Does it matter?” is left out, as patches cannot be removed: {reason}")
     title = records[0]["name"] if len(images) == 1 else f"{len(images)} images"
-    heads = max((image.heads.shape[1] for _, image in live if image.heads is not None), default=0)
+    heads = max((image.heads.shape[1] for image in live if image.heads is not None), default=0)
     data = {
         "images": records,
         "model": model,
         "call": {"arguments": call.arguments, "python": call.python},
         "methods": methods,
-        "layers": max((len(next(iter(image.attention.values()))) for _, image in live), default=0),
+        "layers": max((len(next(iter(image.attention.values()))) for image in live), default=0),
         "heads": heads,
         "tables": {name: color_tables(None if name == SEQUENTIAL else name) for name in COLOUR_MAPS},
         "drawing": drawing_of(),
@@ -130,21 +129,21 @@ def make_explorer(
     return ExplorerPage(page, (*notes, size))
 
 
-def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: float) -> list[str]:
+def _pack_attention(live: Sequence[ExploredImage], room: float) -> list[str]:
     """Put as much attention as fits into the rest of the page, `room` bytes; return notes."""
     names = {key: f"{key[0]} {'weighted' if key[1] else 'plain'}" for key in FUSED}
     left_out = []
-    for number, key in enumerate(key for key in FUSED if all(key in image.attention for _, image in live)):
-        packed = _fitting([image.attention[key] for _, image in live], room if number else np.inf)
+    for number, key in enumerate(key for key in FUSED if all(key in image.attention for image in live)):
+        packed = _fitting([image.attention[key] for image in live], room if number else np.inf)
         room -= sum(len(one["data"]) for one in packed)
         left_out += [] if packed else [names[key]]
-        for (record, _), one in zip(live, packed, strict=False):
-            record["attention"][names[key]] = one
-    heads = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
+        for image, one in zip(live, packed, strict=False):
+            image.record["attention"][names[key]] = one
+    heads = [image.heads.reshape(-1, *image.heads.shape[2:]) for image in live if image.heads is not None]
     packed = _fitting(heads, room) if len(heads) == len(live) else []
     left_out += [] if packed else ["single heads"]
-    for (record, _), one in zip(live, packed, strict=False):
-        record["heads"] = one
+    for image, one in zip(live, packed, strict=False):
+        image.record["heads"] = one
     notes = ["Attention is stored in half precision: each number within 2⁻¹¹ of its value."]
     return notes + ([f"Left out, for a smaller page: {', '.join(left_out)}."] if left_out else [])
 
