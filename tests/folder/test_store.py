@@ -79,7 +79,6 @@ def test_rows_that_arrive_within_a_second_are_written_together(tmp_path, monkeyp
     "values",
     [
         {"value": float("nan")},
-        {"probability": "much"},
         {"width": np.int64(3)},
         {"class_name": "\ud800"},
         {"facts": {"rollout": object()}},

@@ -30,13 +30,12 @@ class BatchExplainer:
 
     Args:
         model: a model id (see `load_model`), a folder or file of weights, or a function that creates a module or an
-            Explainer in the worker process.
+            Explainer in the worker process, for another device or `fit`.
         methods: names, or (name, options) pairs; by default gae with a target, otherwise rollout.
         target: class that class-specific methods explain; by default each image's predicted class.
         image: the column of the images: bytes of files, arrays [height, width, 3], paths, PIL images, or dicts with
             `bytes` or `path` as in datasets.
         id: the column of the row ids, returned as `id`.
-        device, fit: as for `Explainer`, if the model is given by name.
         batch_size: images per forward pass, halved if memory runs out. By default 64 on a GPU, and on a CPU 32, or 16
             with slow methods and those that compute gradients.
         options: options for every method that supports them.
@@ -62,8 +61,6 @@ class BatchExplainer:
         target: Target | Contrast = None,
         image: str = "image",
         id: str = "id",
-        device: str | None = None,
-        fit: str = "crop",
         batch_size: int | None = None,
         **options: Unpack[MethodOptions],
     ) -> None:
@@ -77,7 +74,6 @@ class BatchExplainer:
         self._job = make_job(methods, options, target=target)
         self._named = methods is not None
         self._model = model
-        self._made_with: dict[str, Any] = {"device": device, "fit": fit}
         self._image, self._id = image, id
         self._batch_size = batch_size
         self._batches: Batches | None = None
@@ -134,7 +130,7 @@ class BatchExplainer:
 
     def _loaded(self) -> Batches:
         if self._batches is None:
-            explainer = explainer_for(self._model, **self._made_with)
+            explainer = explainer_for(self._model)
             if not self._named and explainer.has_target(None):
                 raise OptionError("An explainer of other outputs than classes requires methods=, such as ['gae'].")
             check_target(self._job, explainer)

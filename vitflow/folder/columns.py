@@ -60,13 +60,11 @@ _COLUMNS = {
     "target": ("text", _SCORE),
     "value": ("number", _SCORE),
     "predicted_index": ("whole", f"{_SCORE} results"),
-    "top": ("json", ""),
     "model": ("text", "manifest"),
     "weights_sha256": ("text", "manifest"),
     "methods": ("json", "manifest"),
     "options": ("json", "manifest"),
     "outputs": ("json", "manifest"),
-    "written": ("json", ""),
     "facts": ("json", "manifest record"),
     "placement": ("json", "record"),
     "seconds": ("number", "manifest condition"),
@@ -75,9 +73,9 @@ _COLUMNS = {
 
 
 @cache
-def kinds_in(table: str | None = None) -> Mapping[str, str]:
-    """Return the columns of a table, by default of all tables, with their kinds."""
-    return {name: kind for name, (kind, tables) in _COLUMNS.items() if table is None or table in tables.split()}
+def kinds_in(table: str) -> Mapping[str, str]:
+    """Return the columns of a table with their kinds."""
+    return {name: kind for name, (kind, tables) in _COLUMNS.items() if table in tables.split()}
 
 
 # Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.

@@ -20,7 +20,7 @@ import numpy as np
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.folder.columns import Maps, Row, failed_row, kinds_in, pack_half
+from vitflow.folder.columns import Maps, Row, failed_row, pack_half
 from vitflow.folder.saved import (
     APPLICATION,
     CONDITION_COLUMNS,
@@ -36,7 +36,6 @@ _INSERT = (
     f"INSERT INTO rows (position, name, status, {', '.join(CONDITION_COLUMNS)}, record, checksum) "
     f"VALUES ({', '.join('?' * (5 + len(CONDITION_COLUMNS)))})"
 )
-_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": int | float, "json": dict | list}
 # Seconds between two transactions.
 _INTERVAL = 1.0
 # Distributions whose versions are written to run.json.
@@ -202,10 +201,7 @@ class Run(SavedRun):
 def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Return the values of a row and its maps for SQLite; those of a failed row if a value is invalid."""
     try:
-        kinds = kinds_in(None if "stem" in row else "results")  # evaluations have further columns of their own
         for name, value in row.items():
-            if name in kinds and value is not None and not isinstance(value, _TYPES[kinds[name]]):
-                raise TypeError(f"Expected {kinds[name]} as {name}, got {value!r:.80}.")
             if isinstance(value, str) and name != "input":
                 value.encode()  # raises for surrogates
         record = json.dumps({name: value for name, value in row.items() if name != "input"}, allow_nan=False)

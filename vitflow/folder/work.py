@@ -122,11 +122,9 @@ def make_job(
     return Job(tuple(chosen), target, dict(drawing or {}), format, overlays)
 
 
-def explainer_for(
-    model: str | Path | nn.Module | Explainer | Callable[[], nn.Module | Explainer], **settings: Any
-) -> Explainer:
-    """Return the explainer of a model, a model id, or a function that creates either, with settings of `Explainer`."""
-    return Explainer.of(model() if callable(model) and not isinstance(model, nn.Module) else model, **settings)
+def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], nn.Module | Explainer]) -> Explainer:
+    """Return the explainer of a model, a model id, or a function that creates either."""
+    return Explainer.of(model() if callable(model) and not isinstance(model, nn.Module) else model)
 
 
 def auto_batch(explainer: Explainer, job: Job) -> int:
