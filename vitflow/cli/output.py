@@ -42,17 +42,15 @@ def say_record(record: Any) -> None:
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Turn errors into one line and an exit code, and warnings into lines on stderr."""
-    counts: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    """Turn errors into one line and an exit code, and warnings into lines on stderr, each printed once."""
+    shown = set[str]()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
         kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same message for several images differs in numbers only
-        if not counts[kind]:
+        if kind not in shown:
             say(line)
-            first[kind] = line
-        counts[kind] += 1
+        shown.add(kind)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,10 +59,6 @@ def reporting() -> Iterator[None]:
         try:
             with shown_by(_progress_bar):
                 yield
-            for kind, count in counts.items():
-                if count > 1:
-                    start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
-                    say(f"{start} (printed once, occurred {count} times)")
         except VitflowError as error:
             say(f"error: {error}")
             sys.exit(2 if isinstance(error, OptionError | ModelError) else 1)
