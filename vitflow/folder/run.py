@@ -22,7 +22,6 @@ from vitflow.folder.draw import check_drawing, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import clear_outputs, is_done, list_inputs, remove_orphans
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
-from vitflow.folder.report import report_run
 from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
@@ -189,6 +188,8 @@ def _finish(
     run: Run, kept: int, started: float, settings: Mapping[str, Any], *, manifest: str, report: bool
 ) -> FolderSummary:
     """Write the manifest, the report and run.json; `kept` is the number of inputs that earlier runs explained."""
+    from vitflow.folder.report import report_run  # pages take longer to import
+
     totals, fingerprint = run.finish(), run.fingerprint
     common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
     common |= {"methods": list(fingerprint["methods"])}
