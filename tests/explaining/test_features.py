@@ -210,8 +210,6 @@ def test_an_image_of_one_patch_reports_no_components():
     assert explainer.explain(photo(64, 64), method="similarity").grid.shape == (1, 1)
     with pytest.raises(OptionError, match="at least one image"):
         vitflow.feature_maps([], model=explainer)
-    with pytest.raises(OptionError, match="fit= differs"):
-        vitflow.feature_maps(photo(64, 64), model=explainer, fit="pad")
     with pytest.raises(OptionError, match="at least four patches"):
         vitflow.feature_maps([photo(64, 64)] * 3, model=explainer)
     assert len(vitflow.feature_maps([photo(64, 64, seed) for seed in range(4)], model=explainer).components) == 4

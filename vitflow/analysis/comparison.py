@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -38,15 +37,13 @@ def compare(
     methods: Sequence[MethodChoice] | None = None,
     targets: Targets | Contrast | Sequence[Contrast] = None,
     target: ImageTargets | Contrast = None,
-    fit: str = "crop",
-    device: str | torch.device | None = None,
     **options: Unpack[MethodOptions],
 ) -> "Comparison":
     """Explain one image or several with many methods, including baselines.
 
     Args:
         images: one image or a list: paths, bytes, PIL images, RGB arrays, or normalised tensors.
-        model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
+        model: a model id (see `load_model`), a module, or an `Explainer`, which has further settings.
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without class-specific methods if the
             model has no classes, and without methods that the model does not support (with a warning). A custom
             list has no baselines unless it includes "random" and "centre".
@@ -54,7 +51,6 @@ def compare(
             explain. Methods that are not class-specific give one map per image.
         target: one class for all images, or "top5", or a list or array with the class of each image; by default the
             predicted class.
-        fit, device: as for `vitflow.explain`.
         options: options for every method that accepts them, such as head_fusion="max".
 
     Raises:
@@ -71,7 +67,7 @@ def compare(
     if one_each and len(given) != len(sources):
         raise OptionError(f"Expected one class for each of {len(sources)} images, got {len(given)}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
-    explainer = Explainer.of(model, device=device, fit=fit)
+    explainer = Explainer.of(model)
     has_classes = explainer.num_classes > 0
     contrasting = bool(contrasts_among(given))  # only for class-specific methods
     chosen: list[MethodChoice] = [

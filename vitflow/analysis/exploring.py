@@ -55,21 +55,18 @@ def explore(
     targets: Targets = _TARGETS,
     max_size: float = 40.0,
     deletion: bool = True,
-    fit: str = "crop",
-    device: str | torch.device | None = None,
     call: ModelCall | None = None,
 ) -> ExplorerPage:
     """Make an interactive page: click a patch to see its attention through the layers, computed in the browser.
 
     Args:
         images: one image or a list: paths, bytes, PIL images, RGB arrays, or normalised tensors.
-        model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
+        model: a model id (see `load_model`), a module, or an `Explainer`, which has further settings.
         methods: maps to compute in advance; by default those of `READY_METHODS` that the model supports.
         targets: targets of class-specific maps; by default the three most probable classes.
         max_size: maximum size of the page in megabytes. Data that does not fit is left out, and the page reports it.
         deletion: also run the model while the patches of the GAE maps are removed one tenth after the other, whose
             scores the page shows. This takes most of the time.
-        fit, device: as for `vitflow.explain`.
         call: command and Python call that load the model, if its id is not enough.
 
     Raises:
@@ -87,7 +84,7 @@ def explore(
         raise OptionError(f"Expected max_size in megabytes, above 0, got {max_size!r}.")
     if methods is not None:
         choose_methods(methods, {})  # before a model is loaded
-    explainer = Explainer.of(model, device=device, fit=fit)
+    explainer = Explainer.of(model)
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources), deletion)
     explored = [explorer.explore(source, index) for index, source in enumerate(sources, start=1)]
     names = {entry["method"] for image in explored for entry in image.record["maps"]} | {*_OTHERWISE_LIVE, "similarity"}
@@ -99,19 +96,17 @@ def explore(
         explored,
         model=explainer.model_id,
         model_note=explainer.model_info.note,
-        call=call or _call(model, fit),
+        call=call or _call(model),
         methods=methods_by_name,
         max_size=max_size,
     )
 
 
-def _call(model: Any, fit: str) -> ModelCall:
+def _call(model: Any) -> ModelCall:
     """Return the call that loads this model."""
     if not isinstance(model, str | Path):
         return ModelCall(None, "explainer" if isinstance(model, Explainer) else "vitflow.Explainer(model)")
-    fit_arguments = [] if fit == "crop" else ["--fit", fit]
-    python = python_call("vitflow.Explainer", str(model), fit=None if fit == "crop" else fit)
-    return ModelCall(["--model", str(model), *fit_arguments], python)
+    return ModelCall(["--model", str(model)], python_call("vitflow.Explainer", str(model)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,8 +288,6 @@ def feature_maps(
     *,
     layer: int = -1,
     foreground: bool = False,
-    fit: str = "crop",
-    device: str | torch.device | None = None,
 ) -> Features:
     """Compute the first three principal components of patch features over all images.
 
@@ -299,11 +297,10 @@ def feature_maps(
     Args:
         images: one image or a list, with common components: paths, bytes, PIL images, RGB arrays, or normalised
             tensors.
-        model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
+        model: a model id (see `load_model`), a module, or an `Explainer`, which has further settings.
         layer: layer of the features, counted from 1; -1 is the last.
         foreground: two steps: the first component of all patches separates foreground from background at its mean, and
             the components are those of the foreground. Foreground is the side that covers less of the image borders.
-        fit, device: as for `vitflow.explain`.
 
     Raises:
         VitflowError: an image, the model or an option is invalid, or there are fewer than four patches.
@@ -315,7 +312,7 @@ def feature_maps(
     >>> [components.shape for components in features.components]
     [(12, 12, 3), (12, 12, 3)]
     """
-    explainer = Explainer.of(model, device=device, fit=fit)
+    explainer = Explainer.of(model)
     placed, vectors = [], []
     for index, source in enumerate(at_least_one(images), start=1):
         image = explainer.placed(source, name_of(source, index))
