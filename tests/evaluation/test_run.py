@@ -393,6 +393,20 @@ def test_a_saved_evaluation_holds_every_number(saved):
     }
 
 
+def test_curves_are_the_means_with_gaps_and_baselines_are_grey(saved):
+    evaluation = saved[0]
+    figure = results.draw_charts(evaluation)["curves"]
+    for axes, name in zip(figure.axes, ("deletion", "insertion"), strict=True):
+        assert axes.get_title(loc="left").startswith(name)
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert set(lines) == set(evaluation.methods)
+        for method, values in evaluation.mean_lines(name).items():
+            np.testing.assert_allclose(lines[method].get_ydata(), np.array(values, float))
+            assert (lines[method].get_marker() == "None") == evaluation.is_baseline(method)
+    [legend] = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(evaluation.methods)
+
+
 def test_rows_for_other_programs(saved):
     actual = replace(saved[0], records=tuple({**one, "class_name": "=1+2"} for one in saved[0].records))
     text = actual.to_csv()

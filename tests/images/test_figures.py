@@ -15,7 +15,6 @@ from vitflow.errors import OptionError
 from vitflow.images import FIGURE_FORMATS, typesetting
 from vitflow.images.figures import Cell, Column, draw_bands, save_figure
 from vitflow.images.pen import Bar, panel_size
-from vitflow.images.typesetting import draw_lines
 
 NAMES = [
     "tabby",
@@ -181,20 +180,3 @@ def test_images_keep_their_aspect_inside_the_box_of_a_column(size):
     assert width == 300 or height == 360
     if min(height, width) > 10:
         assert height / width == pytest.approx(size[0] / size[1], rel=0.02)
-
-
-def test_a_chart_shows_values_and_gaps(tmp_path):
-    lines = {"rollout": [0.1, 0.4, None, 0.2], "虎 $x": [0.5, 0.1, 0.3, 0.2], "centre": [0.2] * 4}
-    charts = {"deletion": lines, "with $y": {"rollout": lines["rollout"]}}
-    x, labels = [0.0, 0.25, 0.5, 1.0], {"x_labels": ["share", "$x_1$"], "y_label": "$y_1$"}
-    figure = draw_lines(charts, x, baselines=["centre"], **labels)
-    first, second = figure.axes
-    rollout, other = (line for line in first.get_lines() if line.get_marker() != "None")
-    np.testing.assert_allclose(rollout.get_ydata(), [0.1, 0.4, np.nan, 0.2])
-    np.testing.assert_allclose(other.get_ydata(), [0.5, 0.1, 0.3, 0.2])
-    assert rollout.get_color() != other.get_color() and rollout.get_marker() != other.get_marker()
-    assert first.get_ylim() == second.get_ylim()
-    [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["rollout", "虎 $x", "centre"]
-    written = ET.fromstring(save_figure(figure, tmp_path / "a.svg").read_text(encoding="utf-8"))
-    assert {"虎 $x", "with $y", "$x_1$", "$y_1$"} <= {"".join(node.itertext()) for node in written.iter()}

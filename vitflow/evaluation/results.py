@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitflow.errors import printable
-from vitflow.evaluation.metrics import GROUPS, Metric
+from vitflow.evaluation.metrics import GROUPS, METRICS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import TableRow, Tables
 from vitflow.evaluation.verdict import counted, notes_on, undefined_values, verdict
@@ -30,9 +30,9 @@ from vitflow.images.typesetting import (
     BODY,
     GREY,
     INK,
+    LINES,
     MOST_WIDTH,
     TITLE,
-    draw_lines,
     label_width,
     measure,
     new_chart,
@@ -46,6 +46,9 @@ from vitflow.viewer.pages import Page, data_uri, make_html, thumbnail
 _ROW, _PANEL, _AROUND, _PAD, _TITLE_PAD = 0.19, 1.45, 0.55, 0.08, 0.3
 # Maps of each photograph on the page, and the longer side of an image, in pixels.
 _MAPS_SHOWN, _SIDE = 4, 420
+# Lines and markers of methods, by turns.
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # CSS pixels per inch of every figure, so that their text has the same size.
 _PIXELS = 108
 
@@ -235,21 +238,28 @@ def draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
 
 
 def _draw_curves(tables: Tables) -> Figure:
-    """Draw mean deletion and insertion curves, a line per method; baselines are grey."""
-    titles = {
-        "deletion": "deletion: highest patches removed first ↓",
-        "insertion": "insertion: highest patches inserted first ↑",
-    }
-    charts = {
-        title: {
-            method: line for method, line in tables.mean_lines(name).items() if any(value is not None for value in line)
-        }
-        for name, title in titles.items()
-    }
-    return draw_lines(
-        charts,
-        tables.fractions,
-        baselines=[method for lines in charts.values() for method in lines if tables.is_baseline(method)],
-        x_labels=["share of patches removed", "share of patches inserted"],
-        y_label="probability of the class",
-    )
+    """Draw the mean deletion and insertion curves with a common legend, a line per method; baselines are grey."""
+    methods = [name for name, line in tables.mean_lines("deletion").items() if any(value is not None for value in line)]
+    methods.sort(key=tables.is_baseline)
+    width = 7.0 + label_width([printable(method) for method in methods])
+    figure = new_chart((width, max(2.8, 0.145 * len(methods) + 0.9)))
+    plots: Any = figure.subplots(1, 2, sharey=True)
+    for axes, name, verb in zip(plots, ("deletion", "insertion"), ("removed", "inserted"), strict=True):
+        lines = tables.mean_lines(name)
+        for number, method in enumerate(methods):
+            turn, place = divmod(number, len(LINES))
+            look: dict[str, Any] = {"color": LINES[place], "marker": _MARKERS[place], "linestyle": _STYLES[turn % 4]}
+            if tables.is_baseline(method):
+                look = {"color": GREY, "linestyle": _STYLES[1 + number % 3]}
+            values = np.array(lines[method], dtype=np.float64)  # None becomes NaN
+            axes.plot(tables.fractions, values, label=printable(method), linewidth=1.2, markersize=3.0, **look)
+        style_axes(axes, f"{name}: highest patches {verb} first {METRICS[f'{name}_auc'].arrow}")
+        axes.set_xlabel(f"share of patches {verb}", fontsize=TITLE, color=GREY)
+        axes.margins(x=0.02)
+    plots[0].set_ylabel("probability of the class", fontsize=TITLE, color=GREY)
+    plots[0].set_ylim(bottom=0.0)
+    handles, labels = plots[0].get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=BODY, labelcolor=INK)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return settled(figure)

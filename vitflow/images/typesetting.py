@@ -4,7 +4,7 @@ import io
 import math
 import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
@@ -34,8 +34,6 @@ _GAP = 4.0  # points between the boxes of a page
 # Colours of the axes, of the bars of methods and of baselines, and of lines: Okabe & Ito's, safe for the colour-blind.
 AXIS, BAR, BASELINE = "#c9c9c9", "#3d78b8", "#b4b4b4"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 #: The width of a label in inches at most.
 MOST_WIDTH = 2.7
 _MOST_TICKS = 16
@@ -171,50 +169,6 @@ def readable(*values: float) -> tuple[tuple[str, ...], str]:
         texts = tuple(text.rstrip("0").rstrip(".") for text in texts)
     texts = tuple("0" if text == "-0" else text.replace("-", "−") for text in texts)
     return texts, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
-
-
-def draw_lines(
-    charts: Mapping[str, Mapping[str, Sequence[float | None]]],
-    x: Sequence[float],
-    *,
-    baselines: Collection[str],
-    x_labels: Sequence[str],
-    y_label: str,
-) -> Figure:
-    """Draw the lines of each title by their labels, side by side from 0 up, with a common legend.
-
-    Points that are None are left out; the lines of baselines are grey.
-
-    >>> lines = {"deletion": {"rollout": [0.9, None, 0.1]}}
-    >>> figure = draw_lines(lines, [0.0, 0.5, 1.0], baselines=[], x_labels=["share"], y_label="probability")
-    >>> [axes.get_title(loc="left") for axes in figure.axes]
-    ['deletion']
-    """
-    labels = sorted({label: None for lines in charts.values() for label in lines}, key=lambda each: each in baselines)
-    count = sum(label not in baselines for label in labels)
-    figure = new_chart((1.0 + 3.0 * len(charts) + label_width(labels), max(2.8, 0.145 * len(labels) + 0.9)))
-    plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-    handles: dict[str, Any] = {}
-    for axes, (title, lines), below in zip(plots, charts.items(), x_labels, strict=True):
-        for number, label in enumerate(labels):
-            turn, place = divmod(number, len(LINES))
-            look: dict[str, Any] = {"color": GREY, "linestyle": _STYLES[1:][(number - count) % 3], "zorder": 1.9}
-            if number < count:
-                look = {"color": LINES[place], "linestyle": _STYLES[turn % len(_STYLES)], "markersize": 3.0}
-                look["marker"] = _MARKERS[place]
-            if label in lines:  # None becomes NaN
-                [handles[label]] = axes.plot(x, np.array(lines[label], dtype=float), linewidth=1.2, **look)
-        style_axes(axes, title)
-        axes.set_xlabel(below, fontsize=TITLE, color=GREY, parse_math=False)
-        axes.margins(x=0.02)
-        axes.axhline(0, color=AXIS, linewidth=0.6, zorder=0)
-    plots[0].set_ylabel(y_label, fontsize=TITLE, color=GREY, parse_math=False)
-    plots[0].set_ylim(bottom=0.0)
-    place_right: dict[str, Any] = {"loc": "outside right center", "frameon": False}
-    legend = figure.legend(handles.values(), map(printable, handles), fontsize=BODY, labelcolor=INK, **place_right)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-    return settled(figure)
 
 
 def _ticks(values: Sequence[float]) -> Sequence[float]:
