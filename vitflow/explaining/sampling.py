@@ -11,7 +11,7 @@ from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.token_dropping import droppable_tokens, run_on_patches
 from vitflow.methods.cells import cell_owners, mean_colour
 from vitflow.methods.refinement import AffinityName
-from vitflow.methods.sampling import NORMAL_95, SMOOTHING, draw_masks, mean_differences, regress, split_half_maps
+from vitflow.methods.sampling import NORMAL_95, SMOOTHING, draw_masks, mean_differences, regress
 from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
@@ -46,7 +46,8 @@ def sampling(trace: TargetedTrace, *, masks: int, affinity: AffinityName, refine
             posterior = regress(kept, scores, prior[image])
             significant.append((posterior.mean > NORMAL_95 * posterior.std).reshape(grid))
         grids.append(weights.reshape(grid))
-        reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
+        halves = (mean_differences(kept[first::2], scores[first::2]).numpy() for first in (0, 1))
+        reliability = spearman(*halves)  # None with two or three masks
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
     outlined = torch.stack(significant) if significant else None
     return Maps(torch.stack(grids), facts, significant=outlined, effective=[effective] * len(grids))

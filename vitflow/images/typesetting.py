@@ -171,11 +171,6 @@ def readable(*values: float) -> tuple[tuple[str, ...], str]:
     return texts, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
 
 
-def _ticks(values: Sequence[float]) -> Sequence[float]:
-    """Return all values to mark, or evenly spaced ones if they are many."""
-    return values if len(values) <= _MOST_TICKS else values[:: len(values) // 12]
-
-
 def label_width(labels: Sequence[str]) -> float:
     """Return the width of the longest label, in inches."""
     return min(max(measure(label, BODY) for label in labels), MOST_WIDTH)
@@ -247,7 +242,7 @@ def draw_clip(
     curve.plot(marked, 100 * shares[list(images)], "o", color=LINES[1], markersize=4, clip_on=False)
     curve.axhline(100 / len(shares), color=AXIS, linewidth=0.6, zorder=0)
     curve.set_ylim(0, 112 * max(shares.max(), 1 / len(shares)))
-    curve.set_xticks(_ticks(places))
+    curve.set_xticks(places if len(places) <= _MOST_TICKS else places[:: len(places) // 12])
     curve.set_xlabel("frame", fontsize=TITLE, color=GREY)
     curve.set_ylabel("share, %", fontsize=TITLE, color=GREY)
     return framed(figure, title, notes)

@@ -31,11 +31,6 @@ def check_fraction(name: str, value: float) -> None:
         raise OptionError(f"Expected a number 0 <= {name} < 1, got {value!r}.")
 
 
-def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
-    """Raise OptionError unless the number of prefix tokens is from 0 to the number of tokens."""
-    whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
-
-
 def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean", *, out: Tensor | None = None) -> Tensor:
     """Fuse the heads of one layer: [..., heads, queries, keys] → [..., queries, keys].
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, whole_number
 from vitflow.methods.fusion import (
     HeadFusion,
     SignedFusion,
@@ -13,7 +13,6 @@ from vitflow.methods.fusion import (
     check_attentions,
     check_fraction,
     check_layer,
-    check_prefix,
     check_readout,
     discard_low,
     fuse_heads,
@@ -77,7 +76,7 @@ def attention_rollout(
         raise OptionError("torch.export requires discard_ratio=0 and a residual above 0.")
     layers = check_attentions(attentions)
     first = check_layer("start_layer", start_layer, len(layers))
-    check_prefix(num_prefix_tokens, layers[0].shape[-1])
+    whole_number("num_prefix_tokens", num_prefix_tokens, 0, layers[0].shape[-1])
     seen = visible_keys(layers, causal, attention_mask, visible)
     fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
     masks: Sequence[Tensor | None] = [None] * len(fused) if seen is None else seen[first:]

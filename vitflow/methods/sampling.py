@@ -121,25 +121,6 @@ def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
     return torch.where(spread > 0, masks / spread.where(spread > 0, 1.0), 0.0).T @ centred_scores
 
 
-def split_half_maps(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maps of the even and the odd masks; their agreement is the split-half reliability.
-
-    Args:
-        kept, scores: as for `mean_differences`; with fewer than four masks, both maps are 0.
-
-    Returns:
-        Two maps of `mean_differences`.
-
-    >>> kept = torch.tensor([[True, False], [True, False], [False, True], [False, True]])
-    >>> [half.tolist() for half in split_half_maps(kept, torch.tensor([3.0, 4.0, 1.0, 1.0]))]
-    [[2.0, -2.0], [3.0, -3.0]]
-    """
-    if len(kept) < 4:
-        empty = torch.zeros(kept.shape[1], *scores.shape[1:], dtype=torch.float64)
-        return empty, empty
-    return mean_differences(kept[::2], scores[::2]), mean_differences(kept[1::2], scores[1::2])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Posterior:
     """Posterior of the weights of patches.

@@ -210,10 +210,9 @@ def _tensors_by_path(output: Any) -> Iterator[tuple[str, Tensor]]:
     parts: Iterable[tuple[str, Any]] = [("", output)]
     if isinstance(output, Mapping):
         parts = ((f'["{name}"]' if isinstance(name, str) else f"[{name!r}]", value) for name, value in output.items())
-    elif isinstance(output, list | tuple) and not hasattr(output, "_fields"):
+    elif isinstance(output, list | tuple):
         parts = ((f"[{index}]", value) for index, value in enumerate(output))
-    elif not isinstance(output, Tensor | type | nn.Module):  # a namedtuple, a dataclass with or without slots, …
-        sources = (getattr(output, name, ()) for name in ("_fields", "__dataclass_fields__", "__dict__"))
-        fields: Iterable[str] = next(filter(None, sources), ())
-        parts = ((f".{name}", getattr(output, name, None)) for name in fields if not name.startswith("_"))
+    elif not isinstance(output, Tensor | type | nn.Module):
+        fields = getattr(output, "__dict__", {}).items()
+        parts = ((f".{name}", value) for name, value in fields if not name.startswith("_"))
     yield from ((path, value) for path, value in parts if isinstance(value, Tensor))

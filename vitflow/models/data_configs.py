@@ -107,7 +107,9 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
     if not isinstance(settings, Mapping) and hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if all(hasattr(settings, name) for name in ("crop_size", "resize_size", "mean", "std", "interpolation")):
-        return _from_preset(settings, channels)
+        sizes = tuple(settings.resize_size), height_width(settings.crop_size)
+        resized = _resized(*sizes, settings.interpolation, channels)
+        return {"mean": tuple(settings.mean), "std": tuple(settings.std), **resized}
     if type(settings).__name__ in ("Compose", "Sequential"):
         return from_steps([*getattr(settings, "transforms", settings)], channels)
     known = settings.keys() if isinstance(settings, Mapping) else set()
@@ -123,12 +125,6 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
     if (unknown := sorted(known - _CONFIG)) and "architecture" not in known:  # with it, it is a whole pretrained_cfg
         raise OptionError(unknown_name("entry of data_config", unknown[0], _CONFIG))
     return dict(settings)
-
-
-def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
-    """Return the settings of a torchvision preset for classification, with timm's names."""
-    sizes = _resized(tuple(preset.resize_size), height_width(preset.crop_size), preset.interpolation, channels)
-    return {"mean": tuple(preset.mean), "std": tuple(preset.std), **sizes}
 
 
 def _resized(sides: tuple[int, ...], seen: tuple[int, int], interpolation: Any, channels: int) -> dict[str, Any]:

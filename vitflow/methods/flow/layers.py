@@ -9,12 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.fusion import (
     HeadFusion,
     add_residual,
     check_attentions,
-    check_prefix,
     discard_low,
     fuse_heads,
     layers_of,
@@ -94,7 +93,7 @@ def layer_capacities(
     With a visibility mask, values are discarded per row, among the visible keys.
     """
     tokens = fused[0].shape[-1]
-    check_prefix(num_prefix_tokens, tokens)
+    whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
     capacities = np.empty((len(fused), tokens, tokens))
     masks = [None] * len(fused) if visible is None else visible
     for matrix, layer, mask in zip(capacities, fused, masks, strict=True):
