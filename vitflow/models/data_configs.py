@@ -1,12 +1,10 @@
 """Data configs with timm's names, from image processors of transformers and transforms of torchvision."""
 
-import json
 import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning, printable, unknown_name
-from vitflow.files import is_file, is_folder
+from vitflow.files import is_folder
 from vitflow.models.anatomy import embedding_of, height_width
 from vitflow.models.parts import library_id, pretrained_of
 
@@ -76,23 +74,13 @@ def default_config(model: nn.Module) -> dict[str, Any]:
 
 def processor_settings(name: str) -> Mapping[str, Any]:
     """Return the image processor's settings of a model by name or folder; empty if not available locally."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for file in ("preprocessor_config.json", "processor_config.json"):
-        path: Any = Path(name) / file
-        if not is_file(path):
-            try:
-                path = try_to_load_from_cache(name, file)
-            except HFValidationError:  # not a valid hub id
-                continue
-        if isinstance(path, str | Path):
-            try:
-                settings: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-                return dict(settings.get("image_processor", settings))
-            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise ModelError(f"Expected image processor settings as a JSON object in {path}: {error}.") from error
-    return {}
+    auto = import_module("transformers.models.auto.image_processing_auto")
+    try:
+        return dict(auto.get_image_processor_config(name, local_files_only=True))
+    except (OSError, ValueError, RecursionError) as error:
+        if is_folder(name):
+            raise ModelError(f"Expected image processor settings as a JSON object in {name}: {error}.") from error
+        return {}
 
 
 def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
