@@ -187,7 +187,7 @@ def test_a_template_is_a_mean_of_unit_vectors():
 def test_as_many_patches_as_the_processor_takes(size):
     processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
     theirs = processor(photo(*size), return_tensors="pt")
-    placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
+    placed = place(size, (32, 32), crop_mode="patches", patch_size=(8, 8)).input_size
     assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
     both = type("Both", (Words,), {"image_processor": processor})()  # a processor of texts and images
     entry = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=both))

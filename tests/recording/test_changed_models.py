@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.small import Custom
 from vitflow import record_attention
 from vitflow.errors import UnsupportedModelError
-from vitflow.models.parts import model_cache
+from vitflow.models.parts import ModelState
 
 SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
 
@@ -87,8 +87,8 @@ def test_a_model_lives_no_longer_for_what_is_kept():
 
 def test_the_cache_is_emptied_when_modules_change():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-    model_cache(model)["key"] = "value"
-    assert model_cache(model) == {"key": "value"}
+    ModelState(model).cache["key"] = "value"
+    assert ModelState(model).cache == {"key": "value"}
     for change in (
         lambda: model.append(nn.ReLU()),
         lambda: model.__setitem__(0, nn.ReLU()),
@@ -97,8 +97,8 @@ def test_the_cache_is_emptied_when_modules_change():
         lambda: model[0].compile(),
     ):
         change()
-        assert model_cache(model) == {}
-        model_cache(model)["key"] = "value"
+        assert ModelState(model).cache == {}
+        ModelState(model).cache["key"] = "value"
 
 
 def flipped(tokens):
@@ -177,8 +177,8 @@ def test_the_cache_is_emptied_when_weights_change(change):
     compute = lambda self, features: self.fc1(features[:, self.order]) * self.scale  # noqa: E731
     model = Custom(compute, fc1=nn.Linear(2, 3), order=torch.tensor([0, 1]))
     model.register_buffer("scale", torch.ones(()))
-    model_cache(model)["key"] = "value"
+    ModelState(model).cache["key"] = "value"
     model(torch.ones(1, 2)).sum().backward()
-    assert model_cache(model) == {"key": "value"}
+    assert ModelState(model).cache == {"key": "value"}
     change(model)
-    assert model_cache(model) == {}
+    assert ModelState(model).cache == {}

@@ -16,7 +16,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, read_layout, transformer_of
 from vitflow.models.blocks import first_stack
 from vitflow.models.calls import logits_of, with_tokens
-from vitflow.models.parts import ModelState, module_paths, output_cache, unwrap
+from vitflow.models.parts import ModelState, output_cache, unwrap
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import ContiguousNorms, Hook, evaluating, hooked
 from vitflow.recording.places import find_extents
@@ -154,7 +154,7 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
         with call.experiment():
             whole, layout = _run(model, noise, None, layout, outputs)
             first = _blocks(model)[0]
-            block = next(path for path, module in module_paths(model) if module is first)
+            block = next(path for path, module in call.state.modules.items() if module is first)
             if (refusal := find_extents(call, {block: (layout,)})[1]) is not None:
                 return refusal
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)

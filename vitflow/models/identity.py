@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitflow.models.parts import module_paths
+from vitflow.models.parts import ModelState
 
 # Libraries whose code is identified by its version, with the names of their distributions.
 _LIBRARIES = {
@@ -126,7 +126,7 @@ def _original(value: Any) -> Any:
 def _parts(value: Any) -> Iterable[Any]:
     """Return the values that a module, function, class, container or object consists of."""
     if isinstance(value, nn.Module):
-        return [(path, type(module), *_settings(module)) for path, module in module_paths(value)]
+        return [(path, type(module), *_settings(module)) for path, module in ModelState(value).modules.items()]
     if isinstance(value, FunctionType | type):
         return (value.__qualname__, *(_code(value) if _is_custom(value) else ()))
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import OTHER_METHODS, UnsupportedModelError
-from vitflow.models.parts import module_paths, modules_of, text_config
+from vitflow.models.parts import ModelState, modules_of, text_config
 
 # Rearranges probabilities or values to [batch · windows, heads, tokens, …].
 Arrange = Callable[[Tensor], Tensor]
@@ -105,7 +105,7 @@ def _listed(kind: type[nn.Module]) -> str:
 
 def may_attend(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that may compute attention themselves, by path."""
-    return {path: module for path, module in module_paths(model) if _may_attend(module)}
+    return {path: module for path, module in ModelState(model).modules.items() if _may_attend(module)}
 
 
 def _may_attend(module: nn.Module) -> bool:

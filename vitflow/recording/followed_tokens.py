@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
-from vitflow.models.parts import module_paths
 from vitflow.recording.attention_kinds import arrangement, other_attention
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook
@@ -108,7 +107,7 @@ class FollowedRun(WithoutAttention):
             for path in (name[:i] for i, sign in enumerate(f"{name}.") if sign == ".")
             if f"{path}.".startswith(f"{block}.")
         }
-        for path, module in module_paths(self.call.model):
+        for path, module in self.call.state.modules.items():
             if path in self._names or path in chains or path in self.attending or other_attention(module) is not None:
                 yield Hook(module, partial(self._enter, path, module, path in chains), before=True)
             yield Hook(module, partial(self._leave, path, module), before=False, always=True, first=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitflow.models.calls import tensors_in
 from vitflow.models.devices import device_of
-from vitflow.models.parts import ModelState, model_cache, plain_token_ids
+from vitflow.models.parts import ModelState, plain_token_ids
 from vitflow.recording.experiment import Call, undisturbed
 from vitflow.recording.isolation import Hook, hooked
 
@@ -26,11 +26,7 @@ def is_causal(model: nn.Module) -> bool:
     One word is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
     those of later tokens change, or the model's own output has one row per token.
     """
-    known = model_cache(model)
-    if is_causal not in known:
-        known[is_causal] = _test_causal(model)
-    causal: bool = known[is_causal]
-    return causal
+    return ModelState(model).cached(is_causal, lambda: _test_causal(model))
 
 
 def _test_causal(model: nn.Module) -> bool:
