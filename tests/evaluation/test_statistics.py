@@ -104,7 +104,7 @@ def test_equal_values_have_no_spread_and_few_no_interval():
     assert (constant.low, constant.high) == (1.0, 1.0)
     assert nothing == Estimate(None, None, None, None, 0, 3)
     assert one == Estimate(0.3, None, None, None, 1, 2)
-    assert (str(nothing), str(one)) == ("–", "0.300")
+    assert (str(nothing), str(one)) == ("– (undefined on 3)", "0.300 (undefined on 2)")
     assert str(Estimate(-0.0001, 0.01234, -1.0, 1.0, 5, 0)) == "0.000 ± 0.012"
 
 

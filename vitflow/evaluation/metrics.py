@@ -48,44 +48,22 @@ class Group:
         title: heading of their section.
         question: the question.
         needs: what it requires: "regions" (in the data) or "classes" (of the model), or nothing.
-        undefined: reasons for undefined values.
     """
 
     title: str
     question: str
     needs: str = ""
-    undefined: str = ""
 
 
 #: Groups of metrics by name.
 GROUPS = {
-    "localisation": Group(
-        "Localisation",
-        "Does the map highlight the object?",
-        needs="regions",
-        undefined="the model input shows no object or no background, or the data has no regions",
-    ),
+    "localisation": Group("Localisation", "Does the map highlight the object?", "regions"),
     "faithfulness": Group(
-        "Faithfulness",
-        "Does the prediction depend on the patches that the map ranks highest?",
-        needs="classes",
-        undefined="a constant map does not rank patches",
+        "Faithfulness", "Does the prediction depend on the patches that the map ranks highest?", "classes"
     ),
-    "sanity": Group(
-        "Sanity",
-        "Does the map depend on the weights, and differ between classes?",
-        undefined="a map is constant",
-    ),
-    "grid": Group(
-        "One class against another",
-        "Among several objects, does the map highlight the target?",
-        needs="classes",
-    ),
-    "sameness": Group(
-        "Sameness",
-        "Does the map depend on the image, or are the maps of all images the same?",
-        undefined="a map is constant",
-    ),
+    "sanity": Group("Sanity", "Does the map depend on the weights, and differ between classes?"),
+    "grid": Group("One class against another", "Among several objects, does the map highlight the target?", "classes"),
+    "sameness": Group("Sameness", "Does the map depend on the image, or are the maps of all images the same?"),
 }
 
 _localisation, _faithfulness, _sanity, _grid, _sameness = (partial(Metric, group) for group in GROUPS)

@@ -19,7 +19,7 @@ from vitflow.errors import printable
 from vitflow.evaluation.metrics import GROUPS, METRICS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import TableRow, Tables
-from vitflow.evaluation.verdict import counted, notes_on, undefined_values, verdict
+from vitflow.evaluation.verdict import counted, notes_on, verdict
 from vitflow.files import write_atomically
 from vitflow.folder.columns import escape_formula
 from vitflow.images.figures import bundle, figure_bytes, html_table, save_figure
@@ -63,7 +63,7 @@ class Evaluation(Tables):
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Sentences to show with the tables."""
-        return (*notes_on(self), *undefined_values(self), *self.skipped)
+        return (*notes_on(self), *self.skipped)
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""

@@ -42,7 +42,8 @@ class Estimate:
     undefined: int
 
     def __str__(self) -> str:
-        return decimal(self.mean) + ("" if self.standard_error is None else f" ± {self.standard_error:.3f}")
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
+        return f"{decimal(self.mean)}{error}{f' (undefined on {self.undefined})' if self.undefined else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitflow.evaluation.metrics import GROUPS, METRICS
+from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
 from vitflow.registry.choices import is_slow, split_label
@@ -122,19 +122,6 @@ def notes_on(tables: Tables) -> list[str]:
                 f" Methods without sanity checks, because they run the model again: "
                 f"{', '.join(settings['unchecked'])}; select a method with --method to check it."
             )
-    return notes
-
-
-def undefined_values(tables: Tables) -> list[str]:
-    """Return notes on undefined values, which the means exclude."""
-    notes = []
-    for name, group in GROUPS.items():
-        counts: dict[str, int] = {}
-        for metric in (metric for metric in tables.metrics if metric.group == name and group.undefined):
-            for row in tables.table(metric.name):
-                counts[row.method] = max(counts.get(row.method, 0), row.estimate.undefined)
-        if listed := [f"{label} on {counted(count, 'image')}" for label, count in counts.items() if count]:
-            notes.append(f"Undefined values in {name}, because {group.undefined}: {', '.join(listed)}.")
     return notes
 
 

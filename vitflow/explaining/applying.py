@@ -91,15 +91,10 @@ def _reads_upper_layers(chosen: ChosenMethod) -> bool:
 def _common_discard_ratio(chosen: Chosen) -> float:
     """Return the discard ratio if all methods use one rollout, so that the other values need not be kept, or 0."""
     names = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
-    rollouts: list[list[Any]] = [
-        [each.method.function, *(each.options.get(name) for name in names)]
-        for each in chosen
-        if "attention" in each.method.needs
-    ]
-    if not rollouts or any(each != rollouts[0] for each in rollouts[1:]) or rollouts[0][0] != ROLLOUT:
-        return 0.0
-    ratio: float = rollouts[0][names.index("discard_ratio") + 1]
-    return ratio
+    readers = [each for each in chosen if "attention" in each.method.needs]
+    settings = {(each.method.function, *map(each.options.get, names)) for each in readers}
+    whole = len(settings) == 1 and readers[0].method.function == ROLLOUT
+    return float(readers[0].options["discard_ratio"]) if whole else 0.0
 
 
 def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
