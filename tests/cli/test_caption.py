@@ -69,7 +69,7 @@ def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, capti
     page = (tmp_path / "words.html").read_text()
     assert page.count('class="stage"') == 1 and '"name": "photo.png"' in page
     reported = json.loads(done.stdout)
-    assert reported["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
+    assert reported["words"][0]["model"] == str(captioner)
     assert str(captioner.parent) not in page
     over = run("--html", "photo.png")
     assert over.exit_code != 0 and "overwrite the image" in over.stderr

@@ -149,7 +149,8 @@ def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
         tmp_path
     )
-    for name in (tmp_path, "vit_tiny_patch16_224", "demo", "demo-caption"):
+    assert "Expected a tokenizer" in read("a", "--model", tmp_path).stderr
+    for name in ("vit_tiny_patch16_224", "demo", "demo-caption"):
         done, command = read("a", "--model", name), "caption" if name == "demo-caption" else "explain"
         assert done.exit_code == 2
         assert f"got the image model {name}. Use vitflow {command} IMAGE --model {name}." in done.stderr

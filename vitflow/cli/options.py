@@ -37,7 +37,7 @@ FOLDER, NEW_FOLDER = (click.Path(exists=there, file_okay=False, path_type=Path) 
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Value of a method option, parsed as its row of the option table defines."""
+    """Value of an option, parsed as its row of the option table defines."""
 
     def __init__(self, option: Option) -> None:
         self._option, self.name = option, option.values
@@ -91,16 +91,12 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
 
 def table_option(row: Option, panel: str, default: str = "", **more: Any) -> Callable[[_Command], _Command]:
     """Return the command-line option of a row of the option table, with its default as text."""
-    kind: Any = row.kind
-    if row.kind == "choice":
-        kind = row.choices
-    elif row.kind is bool and row.scope == "drawing":
+    kind: Any = _Value(row)
+    if row.kind is bool and row.scope == "drawing":
         kind = bool
     elif row.limits and row.kind is float:
         kind = click.FloatRange(*row.limits)
-    elif row.name == "cmap" or row.choices or row.kind not in (int, float, str):  # click's own types suit others
-        kind = _Value(row)
-    more |= {} if isinstance(kind, tuple) or kind is bool else {"metavar": row.values}
+    more |= {} if kind is bool else {"metavar": row.values}
     help = f"{row.help}  [default: {default}]" if default else row.help
     return option(panel, f"{flag_of(row.name)} {row.name}", kind, help, default=None, **more)
 

@@ -174,9 +174,7 @@ def caption(image: Path, **given: Any) -> None:
     from vitflow.analysis.strips import draw_clip_words, draw_words
     from vitflow.images.figures import save_figure
     from vitflow.text.generating import explain_generation
-    from vitflow.text.languages import called
 
-    given["name"] = given["name"] or called(given["model"])
     source: dict[str, Any] = {"video" if is_video else "image": image}
     arguments = shared.arguments_of(explain_generation, given) | {"max_new_tokens": given["generate"], **options}
     generation = explain_generation(inputs=given["prompt"], do_sample=False, **source, **arguments)

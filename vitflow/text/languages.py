@@ -1,9 +1,8 @@
 """Language models of transformers: loading, tokenizers and processors, and checks of texts and of `generate`."""
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,27 +66,14 @@ def part_of(part: str, model: nn.Module, given: Any = None, *, required: bool = 
         return None
 
 
-def called(name: str | Path) -> str:
-    """Return the display name of a model id or folder: for a folder, its last component."""
-    return (Path(name).resolve().name or str(name)) if is_folder(name) else str(name)
-
-
 def default_prompt(name: str | Path) -> str | None:
     """Return the only prompt that a bundled model supports; None for any other model."""
     return "<image> here is" if str(name) == "demo-caption" else None
 
 
 def refuse_images(name: str) -> None:
-    """Raise ModelError if a name is that of an image model: of timm, or a folder with such a config.json."""
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
-    of_timm = (
-        name in ("demo", "demo-text", "demo-caption")
-        or name.startswith(("local-dir:", "hf-hub:"))
-        or "architecture" in config
-    )
-    if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):
+    """Raise ModelError for the name of an image model of timm, or of a bundled model."""
+    if name in ("demo", "demo-text", "demo-caption") or timm.is_model(name):
         raise ModelError(
             f"Expected a language model of transformers, got the image model {printable(name)}. "
             f"Use vitflow {'caption' if name == 'demo-caption' else 'explain'} IMAGE --model {printable(name)}."
