@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import rich_click as click
-from click.types import convert_type
 
 from vitflow.cli import options as shared
 from vitflow.cli.explainer import make_explainer
@@ -35,14 +34,10 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
                 self.fail(f"expected OPTION=VALUE after {name}:, got {part!r}.", param, ctx)
             options[key.strip().replace("-", "_")] = text.strip()
         try:
-            method = get_method(name)
-            method.complete(dict.fromkeys(options))  # the names alone; values are still text
-            for key, text in options.items():  # options of registered methods have the type of the default
-                kind: Any = convert_type(None, method.defaults.get(key))
-                options[key] = OPTIONS[key].read(text) if key in OPTIONS else kind.convert(text, param, ctx)
+            get_method(name).complete(dict.fromkeys(options))  # the names alone; values are still text
+            return name, {key: OPTIONS[key].read(text) for key, text in options.items()}
         except OptionError as error:
             self.fail(str(error), param, ctx)
-        return name, options
 
 
 @click.command(short_help="Show several methods side by side.", panel="Images")

@@ -63,9 +63,9 @@ def _description(kind: str, method: Method) -> str:
             ]
         )
     rows = []
-    for name, value in method.defaults.items():  # options of registered methods have no help
-        about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
-        rows.append((shared.flag_of(name), f"{about}default: {default_in_words(name, value)}]"))
+    for name, value in method.defaults.items():
+        about = f"{OPTIONS[name].help}  [{_values(method, name)}; default: {default_in_words(name, value)}]"
+        rows.append((shared.flag_of(name), about))
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         settings = "  ".join(f"{shared.flag_of(name)} {default_in_words(name, v)}" for name, v in differing.items())
