@@ -127,7 +127,7 @@ def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
 
 
 def test_weights_that_fit_no_token_are_refused():
-    for wrong in ([0.5], np.ones((2, 12)), [np.inf] * 12, ["a"] * 12):
+    for wrong in ([0.5], np.ones((2, 12)), [np.inf] * 12, [-0.1] * 12, ["a"] * 12):
         with pytest.raises(ShapeError, match="Expected"):
             ShadedText(WORDS, wrong)
     with pytest.raises(OptionError, match="got 12"):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.offsetbox import DrawingArea, HPacker, OffsetBox
@@ -22,18 +21,8 @@ from vitflow.images.figures import bundle, save_figure
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.words import PATCHES, Label, RowSummary, Words, check_weights, labels_of, percent
 
-# RGB of positive and negative weights.
-_POSITIVE = (43 / 255, 95 / 255, 179 / 255)
-_NEGATIVE = (179 / 255, 82 / 255, 32 / 255)
-
-
-def color_of(shade: float) -> str:
-    """Return the colour of a shade from −1 to 1 as #rrggbb; 0 is white."""
-    full = _POSITIVE if shade > 0 else _NEGATIVE
-    red, green, blue = (1 - abs(shade) * (1 - channel) for channel in full)
-    return to_hex((red, green, blue))
-
-
+# RGB of the largest weight; a weight of 0 is white.
+_DARKEST = (43 / 255, 95 / 255, 179 / 255)
 #: The number of largest weights printed as numbers, and in one line.
 NUMBERS, _IN_A_LINE = 8, 5
 _WIDTH, _SIZE = 6.0, 9.0
@@ -47,7 +36,7 @@ class ShadedText:
 
     Attributes:
         words: the tokens.
-        weights: one weight per token; NaN for unseen tokens.
+        weights: one weight per token, at least 0; NaN for unseen tokens.
         self_share: share of the selected tokens, if it is not among the weights.
         selected: positions of the explained tokens: outlined, and excluded from the colour scale.
         hidden: positions with the reason, as returned by `hide`: special tokens are omitted, others are drawn without
@@ -56,7 +45,7 @@ class ShadedText:
         caption: line below the text, such as the method and its options.
 
     Raises:
-        ShapeError: weights are not finite, or not one per token.
+        ShapeError: weights are negative or infinite, or not one per token.
         OptionError: position out of range.
 
     >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
@@ -98,19 +87,19 @@ class ShadedText:
 
     @cached_property
     def _shares(self) -> NDArray[np.float64]:
-        shares: NDArray[np.float64] = self.weights / (float(np.nansum(np.abs(self.weights))) or 1.0)
+        shares: NDArray[np.float64] = self.weights / (float(np.nansum(self.weights)) or 1.0)
         return shares
 
     @cached_property
     def shades(self) -> NDArray[np.float64]:
-        """Shade of each token from −1 to 1; 0 for selected and hidden tokens."""
+        """Shade of each token from 0 to 1; 0 for selected and hidden tokens."""
         kept = np.where(self._counted, self._shares, 0.0)
-        return np.asarray(kept / (np.abs(kept).max(initial=0.0) or 1.0))
+        return np.asarray(kept / (kept.max(initial=0.0) or 1.0))
 
     @cached_property
     def _largest(self) -> list[int]:
         """Positions of the largest weights, in descending order."""
-        return [int(p) for p in np.argsort(-np.abs(self.shades), kind="stable") if self.shades[p]][:NUMBERS]
+        return [int(p) for p in np.argsort(-self.shades, kind="stable") if self.shades[p]][:NUMBERS]
 
     @property
     def line(self) -> str:
@@ -194,17 +183,15 @@ class ShadedText:
         shade, selected = float(self.shades[position]), position in self.selected
         _shade_box(area, shade, left, width - 0.7, selected=selected)
         grey = not self._counted[position] and not selected
-        ink = {"color": GREY if grey else "white"} if grey or abs(shade) > 0.62 else {}
+        ink = {"color": GREY if grey else "white"} if grey or shade > 0.62 else {}
         area.add_artist(Text(left + 0.4, _BASELINE, label.text, **plain(_SIZE) | ink))
         if position in self._largest:
             style = plain(SMALL - 1.0) | {"color": GREY, "horizontalalignment": "center"}
             area.add_artist(Text(left + width / 2, 0.5, percent(float(self._shares[position])), **style))
 
     def _legend(self) -> OffsetBox:
-        most = percent(float(np.abs(self._shares[self._counted]).max(initial=0.0)))
+        most = percent(float(self._shares[self._counted].max(initial=0.0)))
         legend = f"shade and line: 0 to {most} % of the weight; numbers: the {NUMBERS} largest shares, in %"
-        if (self.shades < 0).any():
-            legend += "; hatched: negative"
         if self.selected:
             legend += "; outlined: the explained token"
         shades = DrawingArea(60, 14)
@@ -218,11 +205,11 @@ class ShadedText:
 def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, selected: bool = False) -> None:
     """Draw the shade behind a token, an underline as thick as the shade is dark, and the outline if selected."""
     edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if selected else {"linewidth": 0}
-    area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color_of(shade), zorder=0, **edge))
+    color = tuple(1 - shade * (1 - channel) for channel in _DARKEST)
+    area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color, zorder=0, **edge))
     below = _BASELINE - 3.2
     if shade:
-        line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
-        thick = max(2.2 * abs(shade), 0.36)
-        area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0, **line))
+        thick = max(2.2 * shade, 0.36)
+        area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0))
     elif not selected:
         area.add_artist(Line2D([left, left + width], [below] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt"))

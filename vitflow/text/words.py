@@ -236,17 +236,19 @@ def percent(share: float) -> str:
 
 
 def check_weights(weights: Any, tokens: int) -> NDArray[np.float64]:
-    """Return weights as float64; ShapeError unless there is one per token, finite or NaN (not seen)."""
+    """Return weights as float64; ShapeError unless there is one per token, finite and at least 0, or NaN (not seen)."""
     array = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights)
-    if array.dtype.kind not in "fiub" or array.shape != (tokens,) or not tokens or np.isinf(array).any():
-        got = f"{array.dtype} {list(array.shape)}" if array.shape != (tokens,) else f"{array.dtype}, some infinite"
-        raise ShapeError(f"Expected {tokens} finite weights, one per token, NaN for unseen ones, got {got}.")
+    if array.dtype.kind not in "fiub" or array.shape != (tokens,) or not tokens:
+        got = f"{array.dtype} {list(array.shape)}"
+        raise ShapeError(f"Expected {tokens} weights, one per token, NaN for unseen ones, got {got}.")
+    if np.isinf(array).any() or (array < 0).any():
+        raise ShapeError("Expected finite weights of at least 0, got some that are infinite or negative.")
     return array.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSummary:
-    """Summary of a row of weights, as shares of the sum of their absolute values.
+    """Summary of a row of weights, as shares of their sum.
 
     Attributes:
         special: share of special tokens; None if the text has none.
@@ -287,7 +289,7 @@ class RowSummary:
             left_out: positions that the entropy does not count, such as image patches, which have a map of their own.
         """
         checked = check_weights(weights, words.length)
-        shares = np.abs(np.nan_to_num(checked))
+        shares = np.nan_to_num(checked)
         shares = shares / (shares.sum() or 1.0)
         if selected and self_share is None:
             self_share = float(shares[list(selected)].sum())
