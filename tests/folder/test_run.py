@@ -463,7 +463,7 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     with DecoderPool(1, timeout=1.0) as pool:
         assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
         hung = pool.submit(str(slow)).result().row
-        assert hung["error"] == "TimeoutError" and hung["size"] == slow.stat().st_size
+        assert hung["error"] == "TimeoutError"
         assert pool.submit(str(source / "2.jpg")).result().row["sha256"]
     with DecoderPool(1) as pool:
         [child] = pool._children

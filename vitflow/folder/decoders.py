@@ -213,11 +213,7 @@ class DecoderPool:
             message = f"The decoder crashed on this file (exit status {crashed}): it is damaged, or memory ran out."
             if time.monotonic() - started >= self._timeout:
                 kind, message = "TimeoutError", f"Decoding timed out after {self._timeout:g} seconds."
-            facts: Row = {}
-            with suppress(OSError):
-                status = os.stat(path)  # noqa: PTH116
-                facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-            return Decoded(None, failed_row(facts, kind, message))
+            return Decoded(None, failed_row({}, kind, message))
         finally:
             self._idle.put(child)
 
