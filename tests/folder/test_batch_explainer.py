@@ -99,7 +99,6 @@ def test_half_precision_keeps_the_largest_values_of_float32():
 @pytest.mark.parametrize(
     "change",
     [
-        *({"placement": value} for value in ("{", None, "[" * 100_000, '{"image_size": "a"}')),
         *({"rows_m": rows, "cols_m": cols} for rows, cols in ((-2, -2), ("2", 2), (4, 0))),
         *({"scale_m": scale} for scale in ("1", 0.0, float("nan"))),
         *({"grid_m": grid} for grid in ("a" * 8, b"\0" * 7, b"\0\x7c" * 4)),

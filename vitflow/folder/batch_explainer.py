@@ -184,8 +184,4 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
             f"The map {label!r} of {record.get('id')!r} is damaged: expected finite float16 values and their "
             f"scale, got {values!r:.40} with {others!r}."
         )
-    try:
-        known = json.loads(record["placement"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ShapeError(f"Expected the placement of a map, got {record.get('placement')!r:.80}.") from error
-    return grid, placement_of(known, label)
+    return grid, placement_of(json.loads(record["placement"]), label)

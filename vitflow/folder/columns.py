@@ -22,10 +22,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, check_known, load_extra, printable
+from vitflow.errors import check_known, load_extra, printable
 from vitflow.files import remove_inside, write_atomically
 from vitflow.images import MANIFEST_FORMATS
-from vitflow.images.geometry import Extent, Placement, Span
+from vitflow.images.geometry import Placement, Span
 
 Row = dict[str, Any]
 Grid = NDArray[np.float32]
@@ -141,26 +141,12 @@ def placement_row(placements: Mapping[str, Placement]) -> dict[str, Any]:
 
 
 def placement_of(known: Mapping[str, Any], label: str | None = None) -> Placement:
-    """Return the placement of a map (None: of the model input) from that of its row or from `Placement.to_dict`."""
-    try:
-        fields = {**known}
-        extents, extent = fields.pop("extents", {}), fields.pop("extent", None)
-        fields = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in fields.items()}
-        return Placement(**fields, extent=_extent_of(extents.get(label, extent)))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
-
-
-def _extent_of(known: Any) -> Extent | None:
-    """Return the extent from two lists of four numbers; ValueError if they are damaged."""
-    if known is None:
-        return None
-    rows, cols = (Span(float(start), float(step), int(first), int(last)) for start, step, first, last in known)
-    if not all(
-        math.isfinite(each.start) and 0 < each.step < math.inf and each.first < each.last for each in (rows, cols)
-    ):
-        raise ValueError("a span of no pixels")
-    return rows, cols
+    """Return the placement of a map (None: of the model input) from that of its row."""
+    fields = {**known}
+    spans = fields.pop("extents", {}).get(label)
+    extent: Any = None if spans is None else tuple(Span(*span) for span in spans)
+    fields = {name: value if isinstance(value, str) else tuple(value) for name, value in fields.items()}
+    return Placement(**fields, extent=extent)
 
 
 # -- the manifest
