@@ -343,13 +343,12 @@ def written(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-#: What `_repr_mimebundle_` returns: data and metadata by type.
-Bundle = tuple[dict[str, str], dict[str, dict[str, int]]]
+def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> tuple[dict[str, Any], ...]:
+    """Return the display of a result in a notebook: text, a figure as PNG, and tables in HTML with the figure below.
 
-
-def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> Bundle:
-    """Return the display of a result in a notebook: text, a figure as PNG, and tables in HTML with the figure below."""
-    data, metadata = {"text/plain": text}, {}
+    These are data and metadata by type, as of `_repr_mimebundle_`.
+    """
+    data, metadata = dict[str, Any]({"text/plain": text}), dict[str, Any]()
     if figure is not None:
         data["image/png"] = base64.b64encode(figure_bytes(figure, ".png")).decode()
         if figure.dpi == NOTEBOOK_DPI:

@@ -138,11 +138,6 @@ def upsample(
     """
     check_known("interpolation", interpolation, INTERPOLATIONS)
     grid = np.ascontiguousarray(grid, dtype=np.float32)
-    if grid.ndim != 2 or grid.size == 0 or not np.isfinite(grid).all():
-        raise ShapeError(
-            f"Expected a grid [rows, cols] of finite values, got shape {grid.shape}"
-            + (" with NaN or infinite values." if grid.ndim == 2 and grid.size else ".")
-        )
     heatmap = np.full(placement.image_size, np.nan, dtype=np.float32)
     left, top, right, bottom = placement.seen_box
     if left == right or top == bottom:

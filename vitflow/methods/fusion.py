@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,13 +21,9 @@ def check_head_fusion(head_fusion: str) -> None:
     check_known("head fusion", head_fusion, HEAD_FUSIONS)
 
 
-def check_fraction(name: str, value: float) -> None:
+def check_fraction(name: str, value: Any) -> None:
     """Raise OptionError unless 0 <= value < 1."""
-    try:
-        inside = bool(0.0 <= value < 1.0)
-    except (TypeError, ValueError, RuntimeError):  # not a number
-        inside = False
-    if not inside:
+    if not isinstance(value, int | float | np.floating) or not 0.0 <= value < 1.0:
         raise OptionError(f"Expected a number 0 <= {name} < 1, got {value!r}.")
 
 
