@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 from vitflow.models.checkpoints import Weights
-from vitflow.models.hub import without_values
 from vitflow.models.names import class_count
 
 # timm's names of plain ViTs by width.
@@ -155,7 +155,7 @@ def plain_model_of(weights: Weights) -> str | None:
     name = f"vit_{_PLAIN.get(patches.shape[0])}_patch{patches.shape[-1]}_{pixels}"
     if not timm.is_model(name):
         return None
-    with without_values():
+    with torch.device("meta"):
         state = timm.create_model(name).state_dict()
     shapes = ({key: one.shape for key, one in each.items() if key[:5] != "head."} for each in (state, weights))
     return name if next(shapes) == next(shapes) else None

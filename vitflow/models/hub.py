@@ -85,7 +85,7 @@ def _similar(name: str) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else " The names are those of timm.list_models()."
 
 
-# Functions that fill a tensor with initial values; on the meta device, each takes milliseconds.
+# Functions that fill a tensor with initial values, which takes most of the time of building a model.
 _INITIALISERS = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.clamp_, Tensor.zero_, Tensor.fill_})
 _INITIALISERS |= {nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_}
 
@@ -97,16 +97,9 @@ class SkippedInitialisers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _INITIALISERS:
             tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta or isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter):
                 return tensor
         return func(*args, **kwargs)
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Build models on the meta device: with shapes, without memory."""
-    with torch.device("meta"), SkippedInitialisers():
-        yield
 
 
 @contextmanager
@@ -204,7 +197,7 @@ def _with_checkpoint(name: str | Path, path: Path) -> nn.Module:
     """Build a model of transformers by its configuration, with the file's class count, and load the file's weights."""
     with _configured(name, False, _check_images) as (kind, config, _):
         build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-        with without_values():
+        with torch.device("meta"):
             draft = build(config).state_dict()
         weights, notes = weights_for(draft.keys(), path)
         weights = {key: weight for key, weight in weights.items() if not key.endswith("position_ids")}

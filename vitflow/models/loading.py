@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
@@ -14,7 +15,7 @@ from vitflow.files import is_file, is_folder
 from vitflow.models.architectures import infer_parts, infer_sizes, plain_model_of, size_hint, with_plain_head
 from vitflow.models.checkpoints import WHOLE, Weights, weights_for
 from vitflow.models.classes import ClassNames, checked_class_names
-from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
+from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers
 from vitflow.models.names import class_count, remember_name
 
 # Arguments of `Explainer` that timm would take for options of a model.
@@ -145,7 +146,7 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
 
 def _draft(name: str, options: dict[str, Any]) -> Any:
     """Return a model without values."""
-    with without_values():
+    with torch.device("meta"):
         return create_model(name, pretrained=False, **options)
 
 
