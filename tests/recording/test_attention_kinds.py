@@ -84,7 +84,13 @@ def stray_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention @ (v + 0 * v.softmax(dim=-1))
 
 
+def heads_in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    return ((q @ k.mT).softmax(dim=-1) @ v).unflatten(0, (-1, HEADS))
+
+
 RECORDED = {
+    "heads in the batch": heads_in_batch,
     "keywords": lambda q, k, v: torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v),
     "a softmax over the queries": lambda q, k, v: (k @ q.mT).softmax(dim=-2).mT @ v,
     "the same, transposed": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(dim=-2)).mT,
@@ -126,6 +132,14 @@ def agree(model: nn.Module, pixels: Tensor, layer: int = 2) -> None:
 @pytest.mark.parametrize("how", RECORDED.values(), ids=RECORDED)
 def test_attention_is_recorded_however_it_is_called(how):
     agree(with_custom(how), torch.randn(2, 3, 32, 32))
+
+
+def test_a_softmax_in_a_module_of_its_own_is_recorded():
+    model = with_custom(None)
+    attention = model.blocks[2].attn
+    attention.attend = nn.Sequential(nn.Softmax(-1), nn.Dropout())
+    attention.how = lambda q, k, v: attention.attend(q @ k.mT) @ v
+    agree(model.eval(), torch.randn(2, 3, 32, 32))
 
 
 @pytest.mark.parametrize("how", UNSEEN.values(), ids=UNSEEN)

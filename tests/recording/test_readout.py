@@ -171,6 +171,28 @@ def test_attention_of_a_users_head_is_no_layer_whatever_grid_its_queries_fit(cou
     assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(len(model.vit.blocks))]
 
 
+def test_class_attention_above_the_patches_is_no_layer():
+    """A class token attends twice to itself and the patches, as in CaiT."""
+
+    def head(model: nn.Module, images: Tensor) -> Tensor:
+        patches = model.vit.forward_features(images)
+        token = model.token.expand(len(patches), -1, -1)
+        for attention in model.attentions:
+            keys = torch.cat([token, patches], dim=1)
+            token = token + attention(token, keys, keys)[0]
+        return model.probe(token[:, 0])
+
+    attentions = nn.ModuleList(jitter(nn.MultiheadAttention(48, 3, batch_first=True), 1.0) for _ in range(2))
+    parts = {"vit": timm_vit(class_token=False, global_pool="avg"), "attentions": attentions}
+    token = nn.Parameter(torch.randn(1, 1, 48))
+    model = Custom(head, token=token, probe=jitter(nn.Linear(48, 5)), **parts).eval()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(len(model.vit.blocks))]
+    expected = literal_readout(model, "vit.norm", pixels(), [1, 4])
+    np.testing.assert_allclose(trace.readout_of(torch.tensor([1, 4])).detach(), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_attention_over_the_class_tokens_of_several_layers_is_no_layer_whatever_grid_they_fit(count):
     def head(model: nn.Module, images: Tensor) -> Tensor:

@@ -446,19 +446,11 @@ def undeclared(prefix: int) -> nn.Module:
     return Custom(compute, embed=nn.Conv2d(3, 24, 8, 8), attend=attend, prefix=prefix).eval()
 
 
-def test_a_grid_of_the_images_shape_needs_no_telling():
-    with torch.no_grad(), record_attention(undeclared(0)) as trace:
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_the_layout_of_a_model_that_declares_none_is_measured(prefix):
+    with torch.no_grad(), record_attention(undeclared(prefix)) as trace:
         trace.model(torch.randn(1, 3, 32, 40))
-    assert trace.layout == TokenLayout(0, 4, 5)
-
-
-def test_a_model_whose_tokens_make_no_grid_is_requested_its_layout():
-    model, pixels = undeclared(3), torch.randn(1, 3, 32, 40)
-    with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
-        model(pixels)
-    with torch.no_grad(), record_attention(model, layout=TokenLayout(3, 4, 5)) as trace:
-        model(pixels)
-    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 23, 4, 5)
+    assert trace.layout == TokenLayout(prefix, 4, 5)
 
 
 def test_an_unknown_module_for_features_is_named():

@@ -110,21 +110,25 @@ def test_maps_do_not_depend_on_the_place_of_the_class_token(method):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "behind", "remedy"),
+    ("tokens", "behind", "layout"),
     [
         ({"cls_token": 1, "table": 1}, ("table",), TokenLayout(1, 4, 4, 1)),
         ({"cls_token": 1}, ("cls_token",), TokenLayout(0, 4, 4, 1)),
         ({"cls_token": 1, "register_tokens": 2}, ("register_tokens",), TokenLayout(1, 4, 4, 2)),
+        ({"any": 3}, (), TokenLayout(3, 4, 4)),
     ],
 )
-@pytest.mark.parametrize("method", ["rollout", "gae"])
-def test_the_message_shows_the_layout_of_tokens_behind_the_patches(tokens, behind, remedy, method):
+@pytest.mark.parametrize("method", ["rollout", "gae", "gradcam", "similarity"])
+def test_tokens_that_are_equal_for_all_images_are_no_patches(tokens, behind, layout, method):
     model = made(tokens, behind=behind)
-    with pytest.raises(UnsupportedModelError) as error:
-        explained(model, method)
-    prefix, suffix = remedy.num_prefix_tokens, remedy.num_suffix_tokens
-    assert f"TokenLayout({prefix}, 4, 4, num_suffix_tokens={suffix})" in str(error.value)
-    assert explained(model, method, remedy).any()
+    np.testing.assert_array_equal(explained(model, method), explained(model, method, layout))
+
+
+def test_the_grid_of_patches_is_not_guessed_if_they_are_not_in_a_row():
+    model = made({"one": 1, "two": 1})
+    between = model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0].roll(5, 1),))
+    with between, pytest.raises(UnsupportedModelError, match="layout=TokenLayout"):
+        explained(model, "rollout")
 
 
 @pytest.mark.parametrize("method", ["similarity", "gradcam"])

@@ -5,7 +5,7 @@ torchvision and open_clip those of their embedding, also inside custom modules. 
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,47 +159,55 @@ def possible_layouts(
     return layouts
 
 
+def grid_of_count(input_size: tuple[int, int], patches: int) -> tuple[int, int] | None:
+    """Return the rows and columns of a number of about square patches on an input of (height, width), or None."""
+    height, width = input_size
+    side = (height * width / patches) ** 0.5  # of a square patch, in pixels
+    for rows in {max(1, int(height / side)), int(height / side) + 1}:
+        cols = patches // rows
+        # Rounding at the edges may add or remove part of a patch in each direction.
+        if rows * cols == patches and abs(rows - height / side) < 1 and abs(cols - width / side) < 1:
+            return rows, cols
+    return None
+
+
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:
     """Return the layout of num_tokens tokens for an input of (height, width); None if none fits.
 
     Patches form a grid with the aspect ratio of the input, in raster order, after the model's prefix tokens or none.
     """
-    height, width = input_size
     transformer: Any = transformer_of(model)
     owner = next((module for module in modules_of(transformer) if class_tokens(module)), transformer)
     declared: Any = getattr(transformer, "num_prefix_tokens", None) or 0
     for prefix in (declared, _prefix_tokens(owner), class_tokens(owner), 0):
-        if (patches := num_tokens - prefix) < 1:
-            continue
-        side = (height * width / patches) ** 0.5  # of a square patch, in pixels
-        for rows in {max(1, int(height / side)), int(height / side) + 1}:
-            cols = patches // rows
-            # Rounding at the edges may add or remove part of a patch in each direction.
-            if rows * cols == patches and abs(rows - height / side) < 1 and abs(cols - width / side) < 1:
-                return TokenLayout(prefix, rows, cols)
+        if prefix < num_tokens and (grid := grid_of_count(input_size, num_tokens - prefix)) is not None:
+            return TokenLayout(prefix, *grid)
     return None
 
 
-def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout:
+def read_layout(
+    model: nn.Module,
+    input_size: tuple[int, int],
+    num_tokens: int | None,
+    measure: Callable[[int], TokenLayout | None] = lambda _: None,
+) -> TokenLayout:
     """Return the token layout of a forward pass with num_tokens tokens for an input of (height, width).
 
-    If num_tokens is None, the number of prefix tokens is the one that the model declares.
+    If num_tokens is None, the number of prefix tokens is the one that the model declares. `measure` returns the layout
+    of a number of tokens if it can be measured, for models that are not those of a library.
     """
+    embedding, transformer = embedding_of(model), transformer_of(model)
     declared = _declared_layout(model, input_size, num_tokens)
-    if declared is not None and num_tokens in (None, declared.num_tokens):
-        return declared
-    fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
+    fitting = declared if declared is not None and num_tokens in (None, declared.num_tokens) else None
+    if num_tokens is not None and not (fitting and _is_of_library(embedding.module if embedding else transformer)):
+        fitting = measure(num_tokens) or fitting or layout_of_count(model, input_size, num_tokens)
     if fitting is not None:
         return fitting
-    problem, remedy = f"does not declare the layout of its {num_tokens or ''} tokens", LAYOUT
+    problem = f"does not declare the layout of its {num_tokens or ''} tokens"
     if declared is not None:
-        prefix, patches = declared.num_prefix_tokens, f"{declared.rows}, {declared.cols}"
-        problem = f"declares {prefix} prefix tokens and {declared.rows} × {declared.cols} patches, but its attention "
-        problem += f"has {num_tokens} tokens"
-        if (more := (num_tokens or 0) - declared.num_tokens) > 0:
-            remedy = f"layout=TokenLayout({prefix}, {patches}, num_suffix_tokens={more}) if the others follow the "
-            remedy += f"patches, or TokenLayout({prefix + more}, {patches}) if they precede them"
-    raise UnsupportedModelError(f"{type(transformer_of(model)).__name__} {problem}: pass {remedy}.")
+        problem = f"declares {declared.num_prefix_tokens} prefix tokens and {declared.rows} × {declared.cols} patches, "
+        problem += f"but its attention has {num_tokens} tokens"
+    raise UnsupportedModelError(f"{type(transformer).__name__} {problem}: pass {LAYOUT}.")
 
 
 def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout | None:
@@ -238,10 +246,13 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
     return projection if isinstance(projection, nn.Module) else None
 
 
+def _is_of_library(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith(_LIBRARIES) for kind in type(module).__mro__)
+
+
 def has_other_forward(module: nn.Module) -> bool:
     """Return True if a module, or its subclass of a library's class, has another forward method than that class."""
-    of_library = any(kind.__module__.startswith(_LIBRARIES) for kind in type(module).__mro__)
-    replaced = of_library and not type(module).forward.__module__.startswith(_LIBRARIES)
+    replaced = _is_of_library(module) and not type(module).forward.__module__.startswith(_LIBRARIES)
     return replaced or "forward" in vars(module)
 
 

@@ -185,13 +185,14 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
         return lambda tensor: tensor.flatten(1, 2).unsqueeze(2)
     if tensor.ndim == 4:
         return None
+    named: Any = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "heads"))
+    heads: int = next((each for each in named if isinstance(each, int)), 1)
     if tensor.ndim == 3:
-        heads: Any = getattr(module, "num_heads", getattr(module, "num_attention_heads", None))
-        folded = not is_head_by_head(module) and isinstance(heads, int) and heads > 1
-        if folded and len(tensor) % (batch * heads) == 0:
+        if heads > 1 and len(tensor) % (batch * heads) == 0 and not is_head_by_head(module):
             return lambda tensor: tensor.unflatten(0, (-1, heads))
         return lambda tensor: tensor.unsqueeze(1)
-    if tensor.ndim == 5 and kind in _WINDOWS_FIRST:  # [batch, windows, heads, …]
+    if tensor.ndim == 5 and (kind in _WINDOWS_FIRST or tensor.shape[1] != heads == tensor.shape[2]):
+        # [batch, windows, heads, …]
         return lambda tensor: tensor.flatten(0, 1)
     if tensor.ndim == 5:  # [batch, heads, windows, …]
         return lambda tensor: tensor.transpose(1, 2).flatten(0, 1)

@@ -30,6 +30,10 @@ from vitflow.recording.isolation import (
 _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, set), "_hooks"
 
 
+class Finished(Exception):
+    """Ends a run of a model when all that it should show is known."""
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call that experiments repeat; `pixels` is the input among its arguments, `autocast` its state and type.

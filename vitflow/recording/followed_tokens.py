@@ -110,7 +110,7 @@ class FollowedRun(WithoutAttention):
         for path, module in self.call.state.modules.items():
             if path in self._names or path in chains or path in self.attending or other_attention(module) is not None:
                 yield Hook(module, partial(self._enter, path, module, path in chains), before=True)
-            yield Hook(module, partial(self._leave, path, module), before=False, always=True, first=True)
+            yield Hook(module, partial(self._finish, path, module), before=False, always=True, first=True)
 
     def _enter(self, path: str, module: nn.Module, chain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if path in self.attending or not path:
@@ -123,8 +123,8 @@ class FollowedRun(WithoutAttention):
                 return self._read_input(self._blocks[-1], path, args, kwargs)
         return None
 
-    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
-        self.leave(path)
+    def _finish(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        self.leave(path, output)
         if self._running and self._running[-1] == path:
             self._running.pop()
         replacement = None

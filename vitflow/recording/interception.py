@@ -50,8 +50,8 @@ class Interception(Listener, TorchFunctionMode):
         """Add a module that begins to run to the path."""
         self.path.append((name, module))
 
-    def _leave(self, name: str, *given: Any) -> None:
-        self.leave(name)
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        self.leave(name, output)
 
     def begin(self) -> None:
         """Enter the mode until `end`; it slows down each torch function."""
@@ -80,16 +80,20 @@ class Interception(Listener, TorchFunctionMode):
             return None
         return name
 
-    def leave(self, name: str) -> bool:
+    def leave(self, name: str, output: Any) -> bool:
         """Remove the running module from the path; False if it is another one, as an earlier hook raised an error.
 
-        Its softmaxes that were not applied to values, such as those over features, are forgotten.
+        A softmax that it returns may be applied by the module around it; others, such as those over features, are
+        forgotten.
         """
         self._products.pop(name, None)
-        self._pending.pop(name, None)
+        pending = self._pending.pop(name, [])
         if not self.path or self.path[-1][0] != name:
             return False
         self.path.pop()
+        if pending and self.path and isinstance(output, Tensor):
+            returned = [each for each in pending if each[0].data_ptr() == output.data_ptr()]
+            self._pending.setdefault(self.path[-1][0], []).extend(returned)
         return True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

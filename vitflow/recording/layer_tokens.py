@@ -7,6 +7,7 @@ Functions that move entries move the index as well.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from vitflow.errors import OTHER_METHODS
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, read_layout
+from vitflow.models.anatomy import grid_of_count, layout_of_count, read_layout
 from vitflow.models.blocks import block_paths_of
 from vitflow.models.calls import tensors_in
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import Arrange, arrangement, is_class_attention, is_head_by_head, may_attend
-from vitflow.recording.experiment import Call
+from vitflow.recording.experiment import Call, Finished
 from vitflow.recording.interception import Interception
+from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 
 Size = tuple[int, int]
@@ -95,7 +97,7 @@ def find_tokens(
     counts = {(shape[0], *shape[-2:]) for shape in (layer.example.shape for layer in layers)}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
-        layout = layout or declared_layout(call, keys)
+        layout = layout or declared_layout(call, keys, layers[0].name)
         everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
@@ -121,9 +123,40 @@ def find_tokens(
     )
 
 
-def declared_layout(call: Call, tokens: int | None) -> TokenLayout:
-    """Return the layout that the model declares for its tokens; see `read_layout`, which is cached here."""
-    return call.cached((read_layout, call.size, tokens), lambda: read_layout(call.model, call.size, tokens))
+def declared_layout(call: Call, tokens: int | None, path: str = "") -> TokenLayout:
+    """Return the layout that the model declares for its tokens; see `read_layout`, which is cached here.
+
+    If it declares none, the layout is measured at the input of the module with this path, if given.
+    """
+    key: tuple[Any, ...] = (read_layout, call.size, tokens)
+    if not path:
+        key = key if key in call.state.cache else (*key, "guessed")
+        return call.cached(key, lambda: read_layout(call.model, call.size, tokens))
+    return call.cached(key, lambda: read_layout(call.model, call.size, tokens, partial(_measured_layout, call, path)))
+
+
+def _measured_layout(call: Call, path: str, tokens: int) -> TokenLayout | None:
+    """Return the layout of the tokens that a module gets; None if its patches are not in a row, or no grid.
+
+    Class and register tokens are those that are equal for two images.
+    """
+    found: list[Tensor] = []
+
+    def see(args: Any, kwargs: Any) -> None:
+        found.extend(each for each in tensors_in([args, kwargs]) if each.shape[:2] == (2, tokens) and each.ndim == 3)
+        if found:
+            raise Finished
+
+    hooks = (Hook(module, see, before=True) for module in [call.model.get_submodule(path)])
+    with suppress(Exception), call.experiment(hooks):  # the model may reject noise
+        call(call.noise(2))
+    if not found:
+        return None
+    patches = (found[0][0] != found[0][1]).any(dim=-1).nonzero().flatten().tolist()
+    grid = grid_of_count(call.size, len(patches)) if patches else None
+    if grid is None or patches[-1] - patches[0] + 1 != len(patches):
+        return None
+    return TokenLayout(patches[0], *grid, num_suffix_tokens=tokens - patches[-1] - 1)
 
 
 def _is_within_patches(layer: AttentionLayer, following: AttentionLayer | None, batch: int) -> bool:
@@ -265,8 +298,8 @@ class _Tracer(Interception):
             return None
         axes = shape[axis : axis + len(shape) - 2]  # of the tokens
         grid = TokenLayout(0, *axes) if len(axes) == 2 else layout_of_count(self.model, size, *axes)
-        if grid is None or grid.num_prefix_tokens:
-            return None
+        if grid is None or grid.num_prefix_tokens or grid.num_patches == 1:
+            return None  # one token may be a class token
         index = torch.arange(1, grid.num_patches + 1, device="cpu").float().reshape(axes)
         return PatchIndex((index if axis > 1 else index.unsqueeze(-1)).expand(shape), grid)
 

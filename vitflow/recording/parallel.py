@@ -155,9 +155,9 @@ class _Attentions(Interception):
         self._runs += 1
         self._inputs.append((self._runs, list(tensors_in(given))))
 
-    def leave(self, name: str) -> bool:
+    def leave(self, name: str, output: Any) -> bool:
         """Remove the running module from the path."""
-        left = super().leave(name)
+        left = super().leave(name, output)
         if left:
             self._inputs.pop()
         return left

@@ -24,7 +24,7 @@ from vitflow.models.blocks import block_norms, block_paths
 from vitflow.models.calls import tensors_in
 from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.certificate import Refusal, blocks_of, certify, set_passed
-from vitflow.recording.experiment import Call
+from vitflow.recording.experiment import Call, Finished
 from vitflow.recording.head import as_tokens, remember_blocks
 from vitflow.recording.isolation import Hook, checkpointing_error, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
@@ -40,10 +40,6 @@ from vitflow.recording.receptive_fields import (
 )
 from vitflow.recording.trace import Trace
 from vitflow.recording.without_attention import without_attention
-
-
-class AllInputsRecorded(Exception):
-    """Ends a forward pass when the tokens of every layout are known."""
 
 
 def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
@@ -114,7 +110,7 @@ def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | Non
     of_blocks = None if trace.watch is None or not blocks else trace.watch.num_tokens
     for tokens in dict.fromkeys((of_features, of_blocks)):
         with suppress(UnsupportedModelError):
-            layout = given or declared_layout(call, tokens)
+            layout = given or declared_layout(call, tokens, blocks[0] if blocks else "")
             if layout.num_patches == 1 and given is None:
                 continue  # the result of a pooling
             extents, _ = find_extents(call, dict.fromkeys(blocks[:1], (layout,)))
@@ -223,7 +219,7 @@ def _measure(
             if fitting:  # further tensors may be attention
                 break
         if len(tokens) == len(every):
-            raise AllInputsRecorded
+            raise Finished
 
     modules = ((path, call.model.get_submodule(path)) for path in sites)
     hooks = (
@@ -255,19 +251,8 @@ def _measure(
 def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> str:
     return (
         f"{type(call.model).__name__} computes the token {error} (of {layout.rows} × {layout.cols}, at {path}), so its "
-        f"maps would be misplaced. If its layout is another, pass {_other_layouts(layout)}; otherwise use "
-        "input_gradient or occlusion."
+        f"maps would be misplaced. If its layout is another, pass {LAYOUT}; otherwise use input_gradient or occlusion."
     )
-
-
-def _other_layouts(layout: TokenLayout) -> str:
-    """Return the layouts with the same patches after fewer tokens, or the argument that says it."""
-    others, patches = layout.num_prefix_tokens + layout.num_suffix_tokens, f"{layout.rows}, {layout.cols}"
-    if not others:
-        return LAYOUT
-    first = [count for count in dict.fromkeys((0, 1, others)) if count != layout.num_prefix_tokens and count <= others]
-    made = (f"TokenLayout({count}, {patches}, num_suffix_tokens={others - count})" for count in first)
-    return f"layout={' or '.join(made)}"
 
 
 def _check_prefix(prefix: Tensor, noise: Tensor, extent: Extent) -> None:

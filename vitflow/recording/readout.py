@@ -36,6 +36,7 @@ _ZERO = (
     "behind an inactive ReLU, or from integer weights"
 )
 _NO_GRADIENT = "there is none: the model runs without gradients (torch.no_grad(), detach()), or has integer weights"
+_NO_TOKENS = "there is none at the last block, whose output is no tensor [batch, tokens, channels] and no grid"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
 # Relative difference of the outputs of two equal passes, by bytes per element.
 _SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
@@ -189,7 +190,7 @@ class Head:
                 "random, or in training mode. Call model.eval(), explain it with vitflow.Explainer, or pass readout=."
             )
         cut = watch if watch.is_cut_after(self._blocks) else None
-        return outputs, cut, "" if cut is not None and outputs.requires_grad else _NO_GRADIENT
+        return outputs, cut, _NO_GRADIENT if not outputs.requires_grad else _NO_TOKENS if cut is None else ""
 
     def _declared(self, cause: str, missing: Tensor) -> tuple[str, Tensor]:
         """Return name and weights of the declared pooling; UnsupportedModelError without one.

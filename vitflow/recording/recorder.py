@@ -227,7 +227,7 @@ class record_attention:
         return (args, kwargs) if not name else None
 
     def _leave(self, name: str, args: Any, output: Any) -> Any:
-        left = self._listening.leave(name)
+        left = self._listening.leave(name, output)
         if left and name in self._watched and name not in self._listening.left_out:
             self._listening.end()
         if output is None:  # an exception was raised
