@@ -15,7 +15,7 @@ from tests.small import Custom, jitter
 from vitflow import Explainer
 from vitflow.analysis.strips import columns_of
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError
-from vitflow.explaining.regions import _input_shares, _weights, iou
+from vitflow.explaining.regions import _input_shares, _weights
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.images.geometry import place
 from vitflow.images.reading import write_image
@@ -138,12 +138,7 @@ def test_perturbation_follows_the_object_when_its_query_changes():
     assert abs(saliency.grid[0, 0]) < 0.2 * saliency.grid[2:, 2:].min()
 
 
-def test_iou_and_input_shares_against_literal_references():
-    random = np.random.default_rng(0)
-    low, sides = random.uniform(0, 1, (20, 2)), random.uniform(0.1, 1, (20, 2))
-    boxes = np.concatenate([low, low + sides], axis=1)
-    expected = [literal_iou(box, boxes[0]) for box in boxes]
-    np.testing.assert_allclose(iou(torch.from_numpy(boxes), torch.from_numpy(boxes[0])), expected, rtol=1e-12)
+def test_shares_of_a_box_in_the_model_input():
     placement = place((80, 100), (SIZE, SIZE), fit="squash")
     np.testing.assert_allclose(_input_shares((25.0, 20.0, 50.0, 80.0), placement), [0.25, 0.25, 0.5, 1.0])
 

@@ -144,10 +144,13 @@ class Boxes(Regions):
 
     def _followed(self, output: Any) -> Tensor:
         """Log-odds [batch, classes] of the largest product of IoU and probability over the queries."""
+        from torchvision.ops import box_iou
+
         logits, places = detections_of(output)
         products = activate(logits, self._activation or "softmax")
         if self._bound is not None and self._bound.box is not None:
-            products = iou(places.detach().cpu().double(), self._bound.box).unsqueeze(-1) * products
+            overlaps = box_iou(places.detach().cpu().double().flatten(0, 1), self._bound.box[None])
+            products = overlaps.view(*products.shape[:2], 1) * products
         return products.amax(dim=1).logit(eps=1e-9)
 
 
@@ -157,16 +160,16 @@ def _matching(
     """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
     if index is not None and index >= scores.shape[1]:
         raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
+    from torchvision.ops import batched_nms, box_iou  # slow to import
+
     ranked = scores if index is None else scores[:, [index]]
     overlaps = torch.ones(len(scores)).double()
     if box is not None:
-        overlaps = iou(places, _input_shares(box, placement))
+        overlaps = box_iou(places, _input_shares(box, placement)[None])[:, 0]
         if not overlaps.any():
             raise OutsideImageError(
                 f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
             )
-    from torchvision.ops import batched_nms  # slow to import
-
     best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
     selected: list[Selected] = []
     for query in batched_nms(places, best, classes, _SAME)[:count].tolist():
@@ -233,18 +236,6 @@ class Masks(Regions):
         index = int(means.argmax()) if index is None else index
         facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
         return Selected(index, weights, None, facts, outline)
-
-
-def iou(boxes: Tensor, box: Tensor) -> Tensor:
-    """Compute the intersection over union of boxes [..., 4] with one box [4].
-
-    >>> iou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([1.0, 0.0, 3.0, 2.0]))
-    tensor([0.3333])
-    """
-    low, high = torch.maximum(boxes[..., :2], box[:2]), torch.minimum(boxes[..., 2:], box[2:])
-    common = (high - low).clamp_min(0.0).prod(dim=-1)
-    sizes = (boxes[..., 2:] - boxes[..., :2]).clamp_min(0.0).prod(dim=-1) + (box[2:] - box[:2]).clamp_min(0.0).prod()
-    return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
 
 
 def _input_shares(box: Box, placement: Placement) -> Tensor:
