@@ -1,7 +1,5 @@
 """Data sets for evaluation: demo images, folders with masks, boxes or classes, COCO JSON, and Python iterables."""
 
-import contextlib
-import hashlib
 import os
 import re
 import reprlib
@@ -9,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,8 @@ def _open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
             f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
             "--images (images=…)."
         )
-    return Dataset(name, "images with annotated regions", samples, True, {"annotations": _digest([path])})
+    identity = {"annotations": sha256(path.read_bytes()).hexdigest()}
+    return Dataset(name, "images with annotated regions", samples, True, identity)
 
 
 def _refuse(problem: Exception) -> Labelled:
@@ -241,16 +241,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def _digest(files: Sequence[Path]) -> str:
-    """Return a hash of annotation files, to detect changes."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode("utf-8", "surrogateescape"))
-        with contextlib.suppress(OSError):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 # --- Folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +277,7 @@ def _images(
         entry = rows.get(path.name, {}) if label is None else {"label_index" if label.isdecimal() else "label": label}
         samples.append(Sample(unique, partial(read_labelled, path, partial(parse_mask, mask, entry)), files))
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
-    identity = {"root": root, "annotations": _digest([] if labels is None else [labels])}
+    identity = {"root": root, "annotations": "" if labels is None else sha256(labels.read_bytes()).hexdigest()}
     return Dataset(name, kind, samples, bool(masks), identity)
 
 
