@@ -20,6 +20,7 @@ _MISNAMED = {
     "names": "explain_batch",
     "originals": "original=; explain_batch takes several images",
     "against": "target=vitflow.Contrast(CLASS, against=OTHER)",
+    **{name: f"Explainer(model, {name}=…) as the model" for name in ("fit", "device", "dtype", "data_config")},
     **dict.fromkeys(
         ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label"),
         "target= (targets= for several images or classes)",
