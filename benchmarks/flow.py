@@ -1,10 +1,10 @@
-"""Time of exact attention flow: all sinks, a forward pass of the same size, and other solvers.
+"""Time of exact attention flow: all sinks, a forward pass of the same size, and networkx.
 
-    python -m benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577]
+    python -m benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197]
 
 Flow and forward pass are timed in turn, round by round, and the fastest rounds are compared, so that a noisy machine
-meets both alike. The other solvers solve one pair of source and sink of the same graph (building the graph is not
-counted), and the table multiplies their time by the number of sinks; a dash means not run at this size. "real" is
+meets both alike. networkx solves one pair of source and sink of the same graph (building the graph is not
+counted), and the table multiplies its time by the number of sinks; a dash means not run at this size. "real" is
 recorded from the trained ViT-Tiny/16 where its checkpoint is there (VITFLOW_SHARED), otherwise from the bundled model.
 Random graphs are softmax rows of normal logits times a sharpness, averaged over heads.
 
@@ -13,7 +13,6 @@ recorded from several photographs, its model's positions interpolated to the lar
 """
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -46,7 +45,6 @@ FORWARDS = {
     577: "vit_base_patch16_384",
     1370: "vit_base_patch14_dinov2",
 }
-SCALE = 2**30  # scipy takes whole numbers of 32 bits
 
 
 @dataclass
@@ -152,62 +150,21 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-# --- Other solvers: (value, seconds) of one pair ----------------------------------------------------------------------
+# --- networkx ---------------------------------------------------------------------------------------------------------
 
 
-def by_networkx(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
+def networkx_seconds(case: Case, expected: Tensor, largest: int) -> float:
+    """Seconds of one pair of source and sink; 0 if the case is not compared; AssertionError for another value."""
+    if not case.peers or case.tokens > largest:
+        return 0.0
     import networkx as nx
 
-    graph = graph_of(capacities, 1, [""] * capacities.shape[1])
+    sink, graph = case.tokens // 2, graph_of(case.capacities(), 1, [""] * case.tokens)
     started = time.perf_counter()
-    value = nx.maximum_flow_value(graph, (len(capacities), 0), (0, sink), flow_func=nx.algorithms.flow.preflow_push)
-    return value, time.perf_counter() - started
-
-
-def edge_list(capacities: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Tails, heads and capacities, node (layer, token) numbered layer · tokens + token."""
-    layer, query, key = np.nonzero(capacities)
-    tokens = capacities.shape[1]
-    return (layer + 1) * tokens + query, layer * tokens + key, capacities[layer, query, key]
-
-
-def by_scipy(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_flow
-
-    tails, heads, values = edge_list(capacities)
-    nodes = (len(capacities) + 1) * capacities.shape[1]
-    whole = np.floor(values * SCALE).astype(np.int32)
-    graph = csr_array((whole, (tails, heads)), shape=(nodes, nodes))
-    started = time.perf_counter()
-    value = maximum_flow(graph, len(capacities) * capacities.shape[1], sink).flow_value
-    return value / SCALE, time.perf_counter() - started
-
-
-def by_igraph(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
-    import igraph  # type: ignore[import-not-found]
-
-    tails, heads, values = edge_list(capacities)
-    nodes = (len(capacities) + 1) * capacities.shape[1]
-    graph = igraph.Graph(n=nodes, edges=np.stack([tails, heads], axis=1), directed=True)
-    started = time.perf_counter()
-    value = graph.maxflow_value(len(capacities) * capacities.shape[1], sink, capacity=values.tolist())
-    return float(value), time.perf_counter() - started
-
-
-def peer_times(case: Case, expected: Tensor, limits: dict[str, int]) -> dict[str, float]:
-    """Seconds of one pair by each solver; AssertionError where one finds another value."""
-    solvers = {"networkx": by_networkx, "scipy": by_scipy, "igraph": by_igraph}
-    actual: dict[str, float] = {}
-    if not case.peers:
-        return actual
-    capacities, sink = np.ascontiguousarray(case.capacities()), case.tokens // 2
-    for name, solve in solvers.items():
-        if case.tokens <= limits[name]:
-            value, actual[name] = solve(capacities, sink)
-            tolerance = 1e-9 if name != "scipy" else capacities.size / SCALE  # it rounds each edge down
-            assert abs(value - expected[sink].item()) <= tolerance, (name, value, expected[sink].item())
-    return actual
+    value = nx.maximum_flow_value(graph, (case.depth, 0), (0, sink), flow_func=nx.algorithms.flow.preflow_push)
+    taken = time.perf_counter() - started
+    assert abs(value - expected[sink].item()) <= 1e-9, (value, expected[sink].item())
+    return taken
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -226,22 +183,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="rounds of forward pass and flow, in turn")
     parser.add_argument("--networkx-tokens", type=int, default=197, help="largest graph for networkx")
-    parser.add_argument("--scipy-tokens", type=int, default=577, help="largest graph for scipy and igraph")
     parser.add_argument("--default", action="store_true", help="the graphs of the default map")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
         peak_of_largest(given.peak)
         return
-    has_igraph = importlib.util.find_spec("igraph") is not None
-    limits = {"networkx": given.networkx_tokens, "scipy": given.scipy_tokens}
-    limits["igraph"] = given.scipy_tokens if has_igraph else 0
     attention_flow(drawn(24, 1, 1))  # compiles, or loads what an earlier run compiled
-    print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; times of others × number of sinks")
-    if not has_igraph:
-        print("igraph is not installed: pip install --group bench")
-    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "networkx", "scipy", "igraph")
-    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>22}{:>20}{:>20}".format(*head))
+    print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; time of networkx × number of sinks")
+    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "networkx")
+    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>22}".format(*head))
     models: dict[str, tuple[torch.nn.Module, Tensor]] = {}
     for case in default_cases() if given.default else cases():
         name = FORWARDS[case.tokens]
@@ -249,14 +200,14 @@ def main() -> None:
             models.clear()  # the largest take more than a gigabyte
             model = timm.create_model(name).eval()
             models[name] = model, torch.randn(1, *model.pretrained_cfg["input_size"])
-        print(row(case, *models[name], given.rounds, limits), flush=True)
+        print(row(case, *models[name], given.rounds, given.networkx_tokens), flush=True)
     layers = 4 if given.default else 12
     command = [sys.executable, "-m", "benchmarks.flow", "--peak", str(layers)]
     peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print(f"peak memory of a process that solves {layers} × 1370: {float(peak):.2f} GiB, torch and input included")
 
 
-def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits: dict[str, int]) -> str:
+def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, largest: int) -> str:
     """Time one case and write its line."""
     rounds = rounds if case.tokens < 1000 else min(rounds, 2)
     with torch.inference_mode():
@@ -264,14 +215,11 @@ def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits:
         model(pixels)
         times = [(seconds(lambda: model(pixels)), seconds(case.run)) for _ in range(rounds)]
     forward, ours = (min(column) for column in zip(*times, strict=True))
-    peers = peer_times(case, result.values[0], limits)
-    others = ""
-    for name, width in (("networkx", 22), ("scipy", 20), ("igraph", 20)):
-        whole = peers.get(name, 0.0) * case.tokens
-        others += f"{f'{whole:,.0f} s = {whole / ours:,.0f} ×' if whole else '–':>{width}}"
+    whole = networkx_seconds(case, result.values[0], largest) * case.tokens
+    theirs = f"{f'{whole:,.0f} s = {whole / ours:,.0f} ×' if whole else '–':>22}"
     size, share = f"{case.depth} × {case.tokens}", result.saturated_share.item()
     times_and_ratio = f"{ours:>10.4f} s{forward:>9.3f} s{ours / forward:>8.3f}"
-    return f"{case.name:32}{size:>11}{share:>11.2f}{times_and_ratio}{others}"
+    return f"{case.name:32}{size:>11}{share:>11.2f}{times_and_ratio}{theirs}"
 
 
 if __name__ == "__main__":

@@ -143,7 +143,9 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
         explainer.model(pixels := explainer.pixels(image))
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
-    layers = co_attention(trace.fused("mean"), 144).attention if affinity == "both" else ()
+    layers = (
+        co_attention([layer[:, -144:, -144:] for layer in trace.fused("mean")]).attention if affinity == "both" else ()
+    )
     prior = Affinity(layers, keys)
     kept = draw_masks(12, 12, masks=40, affinity=prior.matrix[0])
     with torch.no_grad():  # of a sigmoid, the log-odds are the logit

@@ -222,15 +222,15 @@ def _count(parts: Sequence[Balanced]) -> Tensor:
     return torch.cat([part.complete for part in parts]).sum(dim=0).clamp_min(1)
 
 
-def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Affinity:
+def co_attention(layers: Sequence[Tensor]) -> Affinity:
     """Co-attention M = mean over layers of S², where S = (P + Pᵀ)/2 and P is a layer's attention, doubly stochastic.
 
     M is symmetric, doubly stochastic and positive semidefinite: patches that attend to the same patches are similar,
     whether or not they attend to each other. (S alone is not enough: if objects attend to the background and the
     background to objects, one step of it inverts a map.)
 
-    Each layer is the mean over its heads, [batch, tokens, tokens], the patches last; layers with an empty row or column
-    among the patches are left out of an image's mean, and ShapeError is raised if no image has another.
+    Each layer is the mean over its heads, [batch, patches, patches]; layers with an empty row or column are left out of
+    an image's mean, and ShapeError is raised if no image has another.
 
     Source: affinity from attention, Lin et al., "CLIP is Also an Efficient Segmenter", CVPR 2023.
 
@@ -239,8 +239,7 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     tensor([[[0.8200, 0.1800],
              [0.1800, 0.8200]]], dtype=torch.float64)
     """
-    first = 0 if num_patches is None else -num_patches
-    balanced = balance([layer[:, first:, first:] for layer in layers])
+    balanced = balance(layers)
     if not balanced:
         raise ShapeError(
             f"Expected at least one layer, got {len(layers)} layers in which some patch attends to none or gets none."
