@@ -296,6 +296,15 @@ def test_a_damaged_row_is_a_failed_row_until_the_next_run(tmp_path, explainer, d
     assert tree(out) == expected
 
 
+def test_a_run_without_its_settings_is_refused(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
+    run(source, out, model=explainer)
+    change(out, "UPDATE run SET fingerprint = replace(fingerprint, 'root', 'r00t')")
+    for read in (lambda: draw_run(out, tmp_path / "drawn"), lambda: report_run(out)):
+        with pytest.raises(OptionError, match="No intact folder run"):
+            read()
+
+
 @pytest.mark.parametrize("column", ["grid = x'00'", "rows = -4", "scale = 1e999"])
 def test_a_damaged_map_is_a_failed_row_of_the_report(tmp_path, explainer, column):
     source, out = fill(tmp_path / "in", 2), tmp_path / "out"

@@ -76,8 +76,9 @@ def write_overlay(folder: Path, path: str, saliency: Saliency, **drawing: Any) -
 def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
     """Open a folder run; OptionError for the output of another command."""
     with SavedRun(folder) as run:
-        if run.fingerprint.get("kind") != "folder":
-            raise OptionError(f"No folder run in {os.fspath(folder)!r}: pass the output folder of one.")
+        needed = {"root", "model", "format", "methods", "options", "drawing"}
+        if run.fingerprint.get("kind") != "folder" or not needed <= run.fingerprint.keys():
+            raise OptionError(f"No intact folder run in {os.fspath(folder)!r}: pass the output folder of one.")
         yield run
 
 
