@@ -40,8 +40,8 @@ def randomisation(explainer: Explainer, maps: Sequence[Saliency], *, seed: int =
         maps: maps of one image for one target, by any methods.
         seed: seed of the weights.
 
-    Source: the independent and cascading tests of Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4,
-    at their last stage: no weight is a trained one.
+    Source: the last stage of cascading randomisation, Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018,
+    §4: no weight is a trained one.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
