@@ -27,8 +27,11 @@ def pages_of(image: Image.Image) -> int:
     return pages
 
 
-def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool) -> NDArray[np.uint8]:
-    """Return 8-bit values; add a note if `deep` ones, of more than 8 bits, fill a small part of their range."""
+def to_rgb(values: NDArray[np.uint8], notes: list[str], *, deep: bool, used: str | None) -> NDArray[np.uint8]:
+    """Return RGB pixels of grey, RGB or RGBA values of 8 bits; `used` is as for `without_alpha`.
+
+    Add a note if `deep` values, of more than 8 bits, fill a small part of their range.
+    """
     highest = int(values[..., :3].max() if values.ndim == 3 else values.max())
     part = next((part for part in (256, 64, 16, 4) if highest <= 256 // part), 1)
     if deep and part > 1:
@@ -37,7 +40,9 @@ def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool) -> N
             "that is not intended, pass an array of floats from 0 to 1: the values divided by the largest possible "
             "one, which is 4095 for 12 bits"
         )
-    return values
+    if values.ndim == 2:
+        return np.repeat(values[:, :, None], 3, axis=2)
+    return values if values.shape[2] == 3 else without_alpha(values, notes, used)
 
 
 def without_alpha(rgba: NDArray[np.uint8], notes: list[str], used: str | None) -> NDArray[np.uint8]:
@@ -85,17 +90,7 @@ def from_array(array: NDArray[Any]) -> tuple[NDArray[np.uint8], list[str]]:
         raise ShapeError(
             f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. {condition}: {remedy}."
         )
-    array = noted_range(array, notes, deep=deep)
-    if array.ndim == 2:
-        return grey_to_rgb(array), notes
-    if array.shape[2] == 4:
-        return without_alpha(array, notes, FIRST_THREE.format(4)), notes
-    return array.copy(order="C"), notes
-
-
-def grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return a grey image three times, [height, width, 3]."""
-    return np.repeat(grey[:, :, None], 3, axis=2)
+    return to_rgb(array.copy(order="C"), notes, deep=deep, used=FIRST_THREE.format(4)), notes
 
 
 def over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:

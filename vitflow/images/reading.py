@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageSequence, TiffImagePlugin, UnidentifiedIma
 from vitflow.errors import FrameError, ImageError, OptionError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS, conversion
-from vitflow.images.conversion import FIRST_THREE, noted_range
+from vitflow.images.conversion import FIRST_THREE
 
 ImageSource = str | os.PathLike[str] | bytes | BinaryIO | Image.Image | np.ndarray
 
@@ -271,7 +271,7 @@ def _from_pillow(image: Image.Image, name: str) -> tuple[NDArray[np.uint8], list
         notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
         bands = np.stack([np.array(page) for page in islice(ImageSequence.Iterator(image), 3)], axis=2)
         wide = bands.dtype.itemsize > 1
-        return noted_range((bands >> 8 if wide else bands).astype(np.uint8), notes, deep=wide), notes
+        return conversion.to_rgb((bands >> 8 if wide else bands).astype(np.uint8), notes, deep=wide, used=None), notes
     if pages > 1:
         notes = [f"page 1 of {pages} is read; the others are left out"]
     samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
@@ -285,16 +285,14 @@ def _from_pillow(image: Image.Image, name: str) -> tuple[NDArray[np.uint8], list
         orientation = None
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     image = image if turn is None else image.transpose(turn)
-    if image.mode == "La":
-        image = image.convert("LA")
-    if image.mode.startswith("I"):
-        values = np.asarray(image)
-        grey = noted_range((values >> 8).astype(np.uint8), notes, deep=bool(values.any()))
-        return conversion.grey_to_rgb(grey), notes
+    image = image.convert("LA") if image.mode == "La" else image
+    used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else FIRST_THREE.format(4)
     if image.mode in ("RGB", "RGBX") and samples > 3:  # Pillow gave the fourth band, too, before 10.4
         notes.append(FIRST_THREE.format(samples))
-    if not image.has_transparency_data:
-        return noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes
-    rgba = noted_range(np.array(image.convert("RGBA")), notes, deep=deep)
-    used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else FIRST_THREE.format(4)
-    return conversion.without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        pixels, deep = (values >> 8).astype(np.uint8), bool(values.any())
+    else:
+        pixels = np.array(image.convert("RGBA" if image.has_transparency_data else "RGB"))
+    used_bands = used if file_format in ("TIFF", "JPEG2000") else None
+    return conversion.to_rgb(pixels, notes, deep=deep, used=used_bands), notes
