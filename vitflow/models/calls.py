@@ -213,6 +213,6 @@ def _tensors_by_path(output: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, list | tuple):
         parts = ((f"[{index}]", value) for index, value in enumerate(output))
     elif not isinstance(output, Tensor | type | nn.Module):
-        fields = getattr(output, "__dict__", {}).items()
-        parts = ((f".{name}", value) for name, value in fields if not name.startswith("_"))
+        fields = getattr(output, "__dataclass_fields__", None) or getattr(output, "__dict__", {})
+        parts = ((f".{name}", getattr(output, name, None)) for name in fields if not name.startswith("_"))
     yield from ((path, value) for path, value in parts if isinstance(value, Tensor))
