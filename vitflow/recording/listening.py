@@ -172,7 +172,10 @@ class Listening(Interception):
         vectors = vectors if packed or arrange is None else arrange(vectors)
         projection = self._projection()
         if projection is not None and (check := self._checks.get(projection)):
-            check.add(probabilities.detach().to(attention.value) @ attention.value.detach())
+            value, heads = attention.value.detach(), probabilities.shape[-3]
+            if value.ndim > 3 and 1 < value.shape[-3] < heads:  # heads of one group share their values
+                value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
+            check.add(probabilities.detach().to(value) @ value)
         part = ModuleAttention(probabilities, arrange, vectors, projection, attention.mixed, keys, visible)
         self._open.setdefault(self.modules.layer(name)[0], []).append(part)
 
@@ -256,6 +259,9 @@ class Listening(Interception):
         if measured is not None:
             matrix, values = measured[0][..., :end, :end], measured[1][..., :end, :]  # without filled-up tokens
             visible = (matrix > 0).any(dim=1) if self.wants_visible else None
+            if parts[0].projection in self._checks:  # its pieces are no results
+                parts[0].projection.checked = True
+                self._checks.pop(parts[0].projection).release()
             parts, how = [ModuleAttention(matrix, None, values, parts[0].projection, visible=visible)], ""
         if how:
             alone = "; one image at a time is supported" if how == "image by image" else ""
