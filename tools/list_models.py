@@ -19,7 +19,6 @@ from torch import nn
 
 from vitflow import record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
-from vitflow.models.hub import without_values
 from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 
@@ -49,7 +48,7 @@ def support_of(name: str) -> Support:
     """Determine the support of an architecture of timm."""
     for options in (*(() if family_of(name) in WHOLE else SHORT), {}):
         with suppress(Exception):  # not buildable with these options, or values are required
-            with without_values():
+            with torch.device("meta"):
                 model = timm.create_model(name, **options)
             return support_in(model.eval(), "meta")
     with suppress(Exception):
