@@ -80,9 +80,9 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     targets, norm = trace.class_indices, block_norm(trace.model, layer)
     read_lower = layer == -1 and not _has_gradient(trace, norm, targets)
     recorded, path = _recorded_layer(trace, layer) if read_lower else (trace, norm)
-    layout, channels_last = _located(recorded, path)
     facts: dict[str, Any] = {} if path == norm else {"cam_layer": path}
     facts |= {"cam_partial": True} if is_partial(recorded, targets, path) else {}
+    layout, channels_last = _located(recorded, path)
     both = recorded.features, recorded.backward(targets, pixels=False).features
     pair = [_as_tokens(each[path], channels_last)[:, : layout.patches.stop] for each in both]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
@@ -103,7 +103,8 @@ def is_partial(trace: Trace, targets: Tensor, path: str) -> bool:
     Outputs of several branches, which do not all pass the first block, are refused.
     """
     block = block_of(path)
-    partial = trace.bypasses(block, targets) and trace.bypasses(INPUT_OF + block, targets)
+    runs = path in trace.features
+    partial = runs and trace.bypasses(block, targets) and trace.bypasses(INPUT_OF + block, targets)
     if partial and trace.bypasses(block_of(block_norm(trace.model, 1)), targets):
         raise UnsupportedModelError(
             f"{type(trace.model).__name__} computes its output in several branches, not only in that of {block}, and "
@@ -115,9 +116,8 @@ def is_partial(trace: Trace, targets: Tensor, path: str) -> bool:
 def measured_layer(trace: TargetedTrace, layer: int) -> tuple[str, TokenLayout]:
     """Return the module that `gradcam` reads for a trace without gradients, and its layout, from another pass."""
     recorded, path = _recorded_layer(trace, layer)
-    layout, _ = _located(recorded, path)
     is_partial(recorded, trace.class_indices, path)  # refuses several branches
-    return path, layout
+    return path, _located(recorded, path)[0]
 
 
 def _recorded_layer(trace: TargetedTrace, layer: int) -> tuple[Trace, str]:
