@@ -12,6 +12,7 @@ import vitflow
 from tests.recording.test_certificate import CONFIG, FAULTS, planted, swap
 from tests.small import Custom
 from vitflow.cli import cli
+from vitflow.errors import OptionError
 from vitflow.explaining import sampling
 
 VIT = {"img_size": 64, "depth": 2, "num_classes": 5}
@@ -99,6 +100,12 @@ def test_the_command_prints_the_check_and_exits_with_1_if_rollout_is_refused(tmp
     assert json.loads(refused.stdout)["methods"]["gradcam"] == ""
     assert CliRunner().invoke(cli, ["check"]).exit_code == 2
     assert CliRunner().invoke(cli, ["check", "nonsense"]).exit_code == 2
+
+
+def test_some_methods_are_tried_besides_rollout():
+    assert list(vitflow.check("demo", methods=["flow"]).methods) == ["rollout", "flow"]
+    with pytest.raises(OptionError, match="'flaw'"):
+        vitflow.check("demo", methods=["flaw"])
 
 
 def test_methods_are_tried_with_few_masks(monkeypatch):

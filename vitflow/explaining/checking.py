@@ -18,7 +18,7 @@ from vitflow.recording.certificate import CLAUSES, Certificate, Refusal
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import left_out
-from vitflow.registry.method_table import BASELINES, list_methods
+from vitflow.registry.method_table import BASELINES, get_method, list_methods
 
 _WIDTH = 100
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
@@ -125,7 +125,11 @@ class ModelCheck:
 
 
 def check(
-    model: "str | Path | nn.Module | Explainer", *, device: str | torch.device | None = None, data_config: Any = None
+    model: "str | Path | nn.Module | Explainer",
+    *,
+    methods: Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    data_config: Any = None,
 ) -> ModelCheck:
     """Check whether a model keeps the contract of attention rollout, and which methods apply to it.
 
@@ -134,33 +138,36 @@ def check(
 
     Args:
         model: a model id (see `load_model`), a module, or an `Explainer`.
+        methods: names of the methods that are tried besides rollout; all by default.
         device, data_config: as for `Explainer`.
 
     Raises:
+        OptionError: unknown method.
         VitflowError: the model cannot be loaded, or reads no images.
 
     >>> checked = check("demo")
     >>> [clause.holds for clause in checked.clauses], checked.clauses[4].measured, checked.methods["rollout"]
     ([True, True, True, True, True], 'class token', '')
     """
+    known = [method.name for method in list_methods() if method.name not in BASELINES]
+    names = known if methods is None else ["rollout", *(get_method(name).name for name in methods if name != "rollout")]
     explainer = Explainer.of(model, device=device, data_config=data_config)
-    names = [method.name for method in list_methods() if method.name not in BASELINES]
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), evaluating(explainer.model):
         warnings.simplefilter("ignore", VitflowWarning)
         trace, refusal, unweighted = _recorded(explainer)
-        methods = {name: _why_not(explainer, name) for name in names}
+        tried = {name: _why_not(explainer, name) for name in names}
         reads, measured = ("", None) if trace is None else _reads(trace)
     certificate = None if trace is None else trace.certificate
     return ModelCheck(
         model=explainer.model_id,
         kind=type(explainer.model).__name__,
         input_size=explainer.inputs.spec.size,
-        refusal=refusal or methods["rollout"],
+        refusal=refusal or tried["rollout"],
         clauses=tuple(_clauses(trace, refusal, reads, measured)),
         stages=() if trace is None else tuple(_stages(trace)),
         value_weighting=unweighted,
         unchecked=() if certificate is None else certificate.unchecked,
-        methods=methods,
+        methods=tried,
     )
 
 
