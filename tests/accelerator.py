@@ -39,12 +39,12 @@ class Accelerator(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weights = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        self._weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
         self._pinned: list[Tensor] = []
         self.waits: Counter[str] = Counter()
 
     def _is_here(self, value: Tensor) -> bool:
-        return isinstance(value, OnDevice | nn.Parameter) or id(value) in self._weights
+        return isinstance(value, OnDevice | nn.Parameter) or value.untyped_storage().data_ptr() in self._weights
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
