@@ -1,14 +1,13 @@
 """Write docs/model-list.md: the methods that apply to each pretrained architecture of the installed timm.
 
-Each architecture is built without weights and runs once on torch's meta device, where tensors have shapes but no
-values: nothing is downloaded. A model that needs values runs with random ones if it is small. Takes some minutes.
+Each architecture is built with random weights and checked as by `vitflow check`: nothing is downloaded. This takes
+hours.
 
     python -m tools.list_models
 """
 
 import argparse
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,18 +16,17 @@ import torch
 from timm.models import model_entrypoint
 from torch import nn
 
-from vitflow import record_attention
-from vitflow.errors import NoAttentionError, UnsupportedModelError
+import vitflow
 from vitflow.progress import tracking
-from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
+from vitflow.recording.attention_kinds import is_difference, refusal_in_words
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "model-list.md"
 # Two blocks, or two in each of four stages, are representative where a model takes these options, except in files whose
 # later blocks are of another kind.
 SHORT = ({"depth": 2}, {"depths": (2, 2, 2, 2)})
 WHOLE = ("convit", "visformer")
-# Maximum number of parameters of models that run with values if they do not run without.
-SMALL = 50_000_000
+# The largest number of parameters of a model that is checked.
+LARGEST = 1_500_000_000
 
 
 class Support(NamedTuple):
@@ -47,35 +45,31 @@ def family_of(name: str) -> str:
 def support_of(name: str) -> Support:
     """Determine the support of an architecture of timm."""
     for options in (*(() if family_of(name) in WHOLE else SHORT), {}):
-        with suppress(Exception):  # not buildable with these options, or values are required
+        try:
             with torch.device("meta"):
-                model = timm.create_model(name, **options)
-            return support_in(model.eval(), "meta")
-    with suppress(Exception):
-        if sum(weight.numel() for weight in model.parameters()) <= SMALL:
-            return support_in(timm.create_model(name).eval(), "cpu")
-    return Support("unknown", "unknown", "not run")
+                draft = timm.create_model(name, **options)
+        except Exception:  # it does not take these options
+            continue
+        if sum(weight.numel() for weight in draft.parameters()) > LARGEST:
+            return Support("not checked", "not checked", "too large")
+        return support_in(timm.create_model(name, **options).eval())
+    raise ValueError(f"timm does not build {name}.")
 
 
-def support_in(model: nn.Module, device: str) -> Support:
-    """Determine the support of a model by running it once."""
-    try:
-        with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
-            model(torch.zeros(1, *model.pretrained_cfg["input_size"], device=device))
-    except NoAttentionError:
-        return Support("no", "no", other_attention_in(model) or "no attention between tokens")
-    except UnsupportedModelError:
-        if any(map(is_difference, model.modules())):
-            return Support("no", "no", "difference of two attention matrices")
-        raise
-    if trace.refusal is not None:
-        return Support(
-            "no",
-            "no",
-            refusal_in_words(model, [layer.name for layer in trace.layers])
-            or "its windows cannot be mapped to the image",
-        )
-    return Support("by stages", "no") if trace.staged else Support("yes", "yes")
+def support_in(model: nn.Module) -> Support:
+    """Determine the support of a model by its check."""
+    checked = vitflow.check(model, methods=["flow"])
+    if not checked.refusal:
+        windowed = bool(checked.methods["flow"])
+        return Support("by stages", "no") if windowed else Support("yes", "yes")
+    broken = [clause for clause in checked.clauses if clause.holds is False]
+    if broken and broken[0].module:
+        return Support("no", "no", f"clause {broken[0].number}: {broken[0].measured}")
+    if broken:
+        return Support("no", "no", "its windows cannot be mapped to the image")
+    if any(map(is_difference, model.modules())):
+        return Support("no", "no", "difference of two attention matrices")
+    return Support("no", "no", refusal_in_words(model, []))
 
 
 def grouped(names: Sequence[str]) -> dict[tuple[str, Support], list[str]]:
@@ -88,6 +82,31 @@ def grouped(names: Sequence[str]) -> dict[tuple[str, Support], list[str]]:
     return groups
 
 
+def page_of(groups: Mapping[tuple[str, Support], Sequence[str]]) -> str:
+    """Return the page as Markdown."""
+    count = sum(map(len, groups.values()))
+    applied = sum(len(members) for (_, support), members in groups.items() if support.rollout in ("yes", "by stages"))
+    rows = []
+    for (family, (rollout, flow, reason)), members in sorted(groups.items()):
+        rows.append(f"| `{family}` | {rollout} | {flow} | {reason} | {', '.join(map('`{}`'.format, members))} |")
+    return "\n".join(
+        [
+            "# Models of timm",
+            "",
+            f"The {count} architectures of timm {timm.__version__} with pretrained weights, checked with random "
+            "ones by `python -m tools.list_models`, as `vitflow check` does. Rollout stands",
+            f"for raw attention, gradient rollout and GAE, too, and applies to {applied}; "
+            "*by stages*: through windows and stages to the finest patch grid. Grad-CAM,",
+            "input gradient, occlusion and sampling support every model.",
+            "",
+            "| file of timm | rollout | flow | why not | architectures |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,30 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     given = parser.parse_args(arguments)
     names = sorted({name.partition(".")[0] for name in timm.list_pretrained(given.pattern)})
-    groups = grouped(names)
-    applied = sum(len(members) for (_, support), members in groups.items() if support.rollout in ("yes", "by stages"))
-    rows = []
-    for (family, (rollout, flow, reason)), members in sorted(groups.items()):
-        rows.append(f"| `{family}` | {rollout} | {flow} | {reason} | {', '.join(map('`{}`'.format, members))} |")
-    given.output.write_text(
-        "\n".join(
-            [
-                "# Models of timm",
-                "",
-                f"The {len(names)} architectures of timm {timm.__version__} with pretrained weights, written by "
-                "`python -m tools.list_models`. Rollout stands",
-                f"for raw attention, gradient rollout and GAE, too, and applies to {applied}; "
-                "*by stages*: through windows and stages to the finest patch grid. Grad-CAM,",
-                "input gradient, occlusion and sampling support every model.",
-                "",
-                "| file of timm | rollout | flow | why not | architectures |",
-                "|---|---|---|---|---|",
-                *rows,
-                "",
-            ]
-        ),
-        encoding="utf-8",
-    )
+    given.output.write_text(page_of(grouped(names)), encoding="utf-8")
 
 
 if __name__ == "__main__":
