@@ -50,6 +50,7 @@ class Listening(Interception):
     Attributes:
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         pooling: attention of a pooling head, if there is one.
+        attending: paths of the modules that may compute attention.
         modules: the attention modules of the model by layer.
         means, discard_ratio: True to keep means over heads; share of the smallest values that are not kept.
         within, layout: path of the submodule whose attention is recorded; the layout that the user gave.
@@ -79,6 +80,7 @@ class Listening(Interception):
         self.means, self.discard_ratio, self.within = means, discard_ratio, ""
         self.layout: TokenLayout | None = None
         self.chunks: Chunks | None = None
+        self.attending: Collection[str] = ()
         self.modules = Layers()
         self._keep_heads = gradients or not (fusions or means)
         self.begin_pass(Trace())
@@ -137,6 +139,18 @@ class Listening(Interception):
                 f"({self.path[-1][0]}) has not the order of axes that its batch_first says. This is a fault of the "
                 "model: correct it, and train it again."
             )
+
+    def enter(self, name: str, module: nn.Module, *given: Any) -> None:
+        """Add a module that begins to run to the path; intercept the functions of an attention module."""
+        if name in self.attending and name not in self.left_out:
+            self.begin()
+        super().enter(name, module)
+
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        if self.leave(name, output) and name in self.attending and name not in self.left_out:
+            self.end()
+        if output is not None:  # not after an exception
+            self.close(name, args)
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""

@@ -5,7 +5,7 @@ While a model runs inside `record_attention`, a torch function mode intercepts `
 attention does not call, is not needed. Afterwards the model is restored exactly.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -120,7 +120,10 @@ class record_attention:
         chunks: Chunks | None = None,
     ) -> None:
         check_layout(layout)
-        kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
+        kept = {*fusions} if head_fusion is None else {*fusions, (head_fusion, value_weighted)}
+        for name, weighting in kept:
+            check_head_fusion(name)
+            check_value_weighting(weighting)
         self._called, self._model = model, unwrap(model)
         check_fraction("discard_ratio", discard_ratio)
         if discard_ratio and (gradients or keys or visible or len(kept) != 1):
@@ -151,16 +154,15 @@ class record_attention:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.begin_pass(self.trace)
-            self._watched: dict[str, nn.Module] = {}
             self._short_text: Call | None = None  # of a language model
-            self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._close)
-            state = ModelState(self._model)
+            self._state: ModelState | None = (state := ModelState(self._model))  # until the first pass
+            self._modules = state.modules
             modules = state.every if self._called is self._model else modules_of(self._called)
             stack.enter_context(recordable_attention(modules))
             if self._attention:
                 check_recordable(self._model, modules)
-            stack.enter_context(hooked(self._fixed_hooks(state.modules)))
+            stack.enter_context(hooked(self._hooks(state)))
             if (self._gradients or self._cut) and has_running_norms(modules):
                 stack.enter_context(ContiguousNorms())
             if runs_compiled(modules):
@@ -169,7 +171,6 @@ class record_attention:
         return self.trace
 
     def _close(self) -> None:
-        self._unhook()
         self._listening.end_all()
         self._listening.release()
         self._is_open = self._reads = False
@@ -185,62 +186,33 @@ class record_attention:
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
-    def _fixed_hooks(self, modules: Mapping[str, nn.Module]) -> Iterator[Hook]:
+    def _hooks(self, state: ModelState) -> Iterator[Hook]:
         """Yield the hooks that stay while the recording is open."""
-        yield from self._hooks_of("", self._model)
+        yield Hook(self._model, self._begin, before=True)
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
             yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
         if self._gradients:
-            yield from stream_hooks(self._model, modules, self._features, self._keep_stream)
+            yield from stream_hooks(self._model, state.modules, self._features, self._keep_stream)
         if not self._within:  # blocks are known after a pass
             blocks = self._cut or known_blocks(self._model)
             self._watch = HeadWatch(blocks, cut=bool(self._cut), gradients=self._gradients)
-        yield from self._watch.hooks(modules)
+        yield from self._watch.hooks(state.modules)
+        if self._attention:
+            paths = state.cached(may_attend, lambda: tuple(may_attend(self._model)))
+            self._listening.attending = paths
+            yield from self._listening.hooks({path: state.modules[path] for path in dict.fromkeys(["", *paths])})
+        yield Hook(self._model, self._end, before=False)
 
-    def _watch_modules(self, state: ModelState) -> None:
-        """Watch the modules that may attend; these may have changed since the previous pass."""
-        paths = state.cached(may_attend, lambda: tuple(may_attend(self._model))) if self._attention else ()
-        attending = {path: state.modules[path] for path in paths}
-        if attending != self._watched:
-            self._unhook()
-            self._watched = attending
-            for name, module in attending.items():
-                if name:
-                    self._hooks += self._hooks_of(name, module)
-
-    def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _hooks_of(self, name: str, module: nn.Module) -> Iterator[Hook]:
-        yield Hook(module, partial(self._enter, name, module), before=True)
-        yield Hook(module, partial(self._leave, name), before=False, always=True)
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not name:
-            args, kwargs = self._begin(args, kwargs)
-        if name in self._watched and name not in self._listening.left_out:
-            self._listening.begin()
-        self._listening.path.append((name, module))
-        return (args, kwargs) if not name else None
-
-    def _leave(self, name: str, args: Any, output: Any) -> Any:
-        left = self._listening.leave(name, output)
-        if left and name in self._watched and name not in self._listening.left_out:
-            self._listening.end()
-        if output is None:  # an exception was raised
-            return None
-        self._listening.close(name, args)
-        if not name:
-            self.trace.output = output
-            if (logits := self._outputs(output)) is not None:
-                self._finish(logits)
-                call = self._listening.call if self._attention and not self._within else None
-                certified = self.trace.is_certified
-                if call is not None and not (self._repeats or is_settled(call, self.trace.layers, certified)):
-                    return self._repeat(call)
+    def _end(self, args: Any, output: Any) -> Any:
+        """Finish a forward pass; return the output of another one if layers were recorded as several."""
+        self.trace.output = output
+        if (logits := self._outputs(output)) is not None:
+            self._finish(logits)
+            call = self._listening.call if self._attention and not self._within else None
+            if call is not None and not (self._repeats or is_settled(call, self.trace.layers, self.trace.is_certified)):
+                return self._repeat(call)
         return None
 
     def _repeat(self, call: Call) -> Any:
@@ -272,8 +244,10 @@ class record_attention:
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        trace, state = self.trace, ModelState(self._model)
-        self._watch_modules(state)
+        trace = self.trace
+        state, self._state = self._state or ModelState(self._model), None
+        if state.modules != self._modules:
+            raise VitflowError("Modules of the model have changed: create another record_attention(model).")
         self._listening.begin_pass(trace)
         trace.begin()
         text = reads_text(args, kwargs)
@@ -336,17 +310,6 @@ class record_attention:
                 readout = _normalized(self._readout, self._listening.batch, trace.known_top)
                 example = trace.layers[-1].example
                 trace.given_readout = readout.to(example.device, torch.promote_types(example.dtype, torch.float32))
-
-
-def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
-    try:
-        pairs = [(name, weighting) for name, weighting in fusions]
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"Expected fusions as (head fusion, value weighted) pairs, got {fusions!r}.") from error
-    for name, weighting in pairs:
-        check_head_fusion(name)
-        check_value_weighting(weighting)
-    return set(pairs)
 
 
 def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
