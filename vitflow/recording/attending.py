@@ -136,8 +136,6 @@ def attend(
         listener.on_attention_parts(parts, (query, key, value), visible)
         return output[0]
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
-    if listener.gradients and not probabilities.requires_grad:
-        probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph starts here
     replacement = listener.on_attention(Attention(probabilities, value, False, key, visible))
     if replacement is not None:
         return replacement

@@ -323,24 +323,21 @@ class Trace:
         Raises:
             OptionError: the pass was recorded without gradients.
         """
-        if not scores.requires_grad and self.pixels is not None and self.pixels.requires_grad:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} returns outputs without gradients, as under torch.no_grad() or "
-                "torch.inference_mode(), or with integer weights. Use rollout, sampling or occlusion."
-            )
-        if not scores.requires_grad:
+        if not scores.requires_grad and (self.pixels is None or not self.pixels.requires_grad):
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
         parts = [(layer.name, part.tensor) for layer in self.layers for part in layer.parts]
         named = [*parts, *self.features.items()]
+        frozen = next((name for name, each in [*named, ("its head", scores)] if not each.requires_grad), None)
+        if frozen is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} runs {frozen} without gradients, under torch.no_grad() or with detach(), "
+                "or in integers. Set requires_grad_(False) of its weights instead, or use rollout, sampling or "
+                "occlusion."
+            )
         further = [self.pixels] if self.pixels is not None and (pixels or not named) else []
         to_pixels = bool(further)
         if self.pooled is not None and self.pooled.requires_grad:
             further.append(self.pooled)
-        if (frozen := next((name for name, each in named if not each.requires_grad), None)) is not None:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} runs {frozen} without gradients, under torch.no_grad() or with detach(). "
-                "Set requires_grad_(False) of its weights instead, or use rollout, sampling or occlusion."
-            )
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         inputs = [*(each for _, each in named), *further]
