@@ -139,7 +139,11 @@ def test_methods_without_attention_use_the_patches_of_models_that_declare_no_gri
 ORDER = torch.randperm(49, generator=torch.Generator().manual_seed(1))
 # Models that are refused, and a word of the reason.
 REFUSED = {
-    "flipped": (lambda: changed(vit(img_size=112), lambda x: x.flip(3)), 112, "column 6: tokens are in another order"),
+    "flipped": (
+        lambda: changed(vit(img_size=112), lambda x: x.flip(3)),
+        112,
+        "column 6 from the pixel (0, 0): tokens are in another order",
+    ),
     "rolled by half a patch": (lambda: changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
     "in another order": (
         lambda: changed(vit(img_size=112), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:][:, ORDER]], 1)),

@@ -85,29 +85,30 @@ def owners_of(gradients: Gradients, grid: tuple[int, int]) -> tuple[NDArray[np.i
 
 
 def tiled_extent(owners: NDArray[np.int64], seen: NDArray[np.bool_], grid: tuple[int, int]) -> Extent:
-    """Return the extent of a grid whose tokens share no pixels; raise Misplaced for the first that is not in order."""
-    known, spans = owners[0] >= 0, []
+    """Return the extent of a grid whose tokens share no pixels; raise Misplaced if a token has pixels of other cells."""
+    known, wrong, owned = owners[0] >= 0, np.zeros(seen.shape, bool), np.zeros(grid, bool)
+    spans, inside = list[Span](), list[NDArray[np.bool_]]()
     for axis, count in enumerate(grid):
-        line = np.where(known, owners[axis], count).min(axis=1 - axis)  # of each row or column of pixels
-        other = np.where(known, owners[axis], -1).max(axis=1 - axis)
-        places = np.flatnonzero(other >= 0)
+        line = np.where(known, owners[axis], -1).max(axis=1 - axis)  # of each row or column of pixels
+        places = np.flatnonzero(line >= 0)
         index, begins = np.unique(line[places], return_index=True)
         span = _regular(index, places[begins], places[np.append(begins[1:], 0) - 1] + 1)
-        if span.step <= 0:
-            raise Misplaced(_where_misplaced(owners, grid))
-        edges = span.edges(count)
-        inside = (edges[:-1] < len(line)) & (edges[1:] > 0)
-        expected = np.searchsorted(edges, places + 0.5, side="right") - 1
-        near = np.minimum(*(np.abs(edges[(expected + k).clip(0, count)] - places - 0.5) for k in (0, 1)))
-        wrong = (line[places] != other[places]) | ((line[places] != expected) & (near > _TOLERANCE * span.step + 0.5))
-        if wrong.any() or not set(np.flatnonzero(inside)) <= set(index.tolist()):
-            raise Misplaced(_where_misplaced(owners, grid))
-        lit = np.flatnonzero(seen.any(axis=1 - axis))
+        step = max(span.step, _TOLERANCE)  # it may be negative
+        cells, margin = (np.arange(len(line)) + 0.5 - span.start) / step, _TOLERANCE + 0.5 / step
+        low, high = (np.expand_dims(np.floor(cells + shift), 1 - axis) for shift in (-margin, margin))
+        wrong |= known & ((owners[axis] < low) | (owners[axis] > high) | (span.step <= 0))
+        edges, lit = span.edges(count), np.flatnonzero(seen.any(axis=1 - axis))
+        inside.append((edges[:-1] < len(line)) & (edges[1:] > 0))
         spans.append(span._replace(first=int(lit[0]), last=int(lit[-1]) + 1))
-    cells = np.unique(owners[0][known] * grid[1] + owners[1][known])
-    rows, cols = (len(np.unique(each[known])) for each in owners)
-    if len(cells) != rows * cols:
-        raise Misplaced(_where_misplaced(owners, grid))
+    if wrong.any():
+        y, x = np.argwhere(wrong)[0]
+        row, col = owners[:, y, x]
+        raise Misplaced(
+            f"of the patch in row {row} and column {col} from the pixel ({x}, {y}): tokens are in another order"
+        )
+    owned[tuple(owners[:, known])] = True
+    if (lost := np.logical_and.outer(*inside) & ~owned).any():
+        raise Misplaced(_LOST.format(*np.argwhere(lost)[0]))
     return spans[0], spans[1]
 
 
@@ -121,24 +122,6 @@ def _regular(index: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[
     whole = int(widths.argmax())
     start = float((begins[whole] + ends[whole] - step) / 2 - index[whole] * step)
     return Span(start, float(step), int(begins[0]), int(ends[-1]))
-
-
-def _where_misplaced(owners: NDArray[np.int64], grid: tuple[int, int]) -> str:
-    """Describe the first token that is not where an even grid has it, and where it is."""
-    for row, col in np.ndindex(*grid):
-        ys, xs = np.nonzero((owners[0] == row) & (owners[1] == col))
-        if not len(ys):
-            return _LOST.format(row, col)
-        middle = [(each.min() + each.max() + 1) / 2 for each in (ys, xs)]
-        there = tuple(
-            int(centre * count / side) for centre, count, side in zip(middle, grid, owners.shape[1:], strict=True)
-        )
-        if there != (row, col):
-            break
-    return (
-        f"of the patch in row {row} and column {col} from the pixels ({xs.min()}, {ys.min()}) to ({xs.max()}, "
-        f"{ys.max()}), around row {there[0]} and column {there[1]}: tokens are in another order"
-    )
 
 
 def overlapping_extent(gradients: Gradients, grid: tuple[int, int]) -> Extent:
