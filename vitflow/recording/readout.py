@@ -6,6 +6,7 @@ reads nothing else, otherwise those after the last block, or after each of sever
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -222,18 +223,16 @@ class Head:
         leaves = [run.leaf for run in cut.runs]
         sources = [*image, *leaves]
         above = [(kind, each) for kind, each in cut.above if not is_bypassed(scores, each, sources)]
-        norm = next((each for kind, each in reversed(above) if _is_read_by_token(kind, each, cut, top.queries)), None)
+        fits = partial(_is_read_by_token, leaf=leaves[-1], layout=top.queries)
+        norm = next((each for kind, each in reversed(above) if fits(kind, each)), None)
         inputs = [*sources, *([] if norm is None else [norm])]
         gradients = torch.autograd.grad(scores, inputs, weights, retain_graph=True, allow_unused=True)
-        to_image = gradients[: len(image)]
         to_blocks: Sequence[Tensor | None] = gradients[len(image) : len(sources)]
-        unread = torch.zeros(batch, dtype=torch.bool, device=scores.device)
-        read = torch.stack([unread if each is None else _largest(each, batch) != 0 for each in to_blocks])
-        pooled = read[-1] if any(kind == "pooling" for kind, _ in above) else unread
+        read = [each is not None and bool(each.any()) for each in gradients[: len(sources)]]
         last, refusal = None if norm is None else gradients[-1], ""
-        if last is None and any(each is not None and each.any() for each in to_image):
+        if last is None and any(read[: len(image)]):
             refusal = "also directly from the image, bypassing its blocks"
-        elif last is None and bool(read[:-1].any()) and not cut.is_chain():
+        elif last is None and any(read[:-1]) and not cut.is_chain():
             refusal = "from several blocks, with skip connections around some of them"
         if refusal and (last := _gradient_at_sum(scores, weights, leaves[-1], sources)) is None:
             raise UnsupportedModelError(
@@ -251,14 +250,8 @@ class Head:
                     f"The output is computed from tokens that do not fit the patch grid of their block. {_REMEDY}"
                 )
             norms.append(here)
-        return norms, pooled
-
-
-def _largest(gradient: Tensor, batch: int) -> Tensor:
-    """Return the largest absolute entry of each image, [batch]."""
-    axis = 1 if len(gradient) % batch and gradient.shape[1] == batch else 0  # [tokens, batch, channels]
-    images = gradient.abs().movedim(axis, 0)
-    return images.reshape(batch, -1).amax(dim=1) if len(images) % batch == 0 else images.amax().expand(batch)
+        pools = any(kind == "pooling" for kind, _ in above)
+        return norms, (norms[-1].sum(dim=1) > 0) & pools
 
 
 def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Sequence[Tensor]) -> Tensor | None:
@@ -274,18 +267,16 @@ def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Seq
     return None
 
 
-def _is_read_by_token(kind: str, norm: Tensor, cut: HeadWatch, layout: TokenLayout) -> bool:
+def _is_read_by_token(kind: str, norm: Tensor, leaf: Tensor, layout: TokenLayout) -> bool:
     """Return True for tokens of a module around the last block, or of a norm that does not mix those of the block.
 
-    One token of each image is tested. Other tokens of a container may be internal to a head.
+    One token is tested. Other tokens of a container may be internal to a head.
     """
-    channels, leaf = channel_axis(norm.shape, layout) if norm.ndim > 2 else None, cut.runs[-1].leaf
+    channels = channel_axis(norm.shape, layout) if norm.ndim > 2 else None
     if channels is None or kind != "norm":
         fits = channel_axis(leaf.shape, layout) is not None
         return channels is not None and kind == "container" and (norm.numel() == leaf.numel() or not fits)
-    batch = len(norm) if cut.image is None else len(cut.image)
-    images = 1 if norm.shape[0] != batch == norm.shape[1] else 0  # [tokens, batch, channels]
-    token = tuple(slice(None) if axis in (channels, images) else side // 3 for axis, side in enumerate(norm.shape))
+    token = tuple(slice(None) if axis == channels else side // 3 for axis, side in enumerate(norm.shape))
     chosen = torch.zeros_like(norm)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
     [reached] = torch.autograd.grad(norm, [leaf], chosen, retain_graph=True, allow_unused=True)
