@@ -32,11 +32,10 @@ _COUNTED = 1e-3
 _TINY = torch.finfo(torch.float64).tiny
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
-_ZERO = (
-    "it is zero: a part of the model runs under torch.no_grad() or detach(), or the output is constant, saturated, "
-    "behind an inactive ReLU, or from integer weights"
+_NO_GRADIENT = (
+    "it is zero or does not exist: a part of the model runs without gradients (torch.no_grad(), detach()) or has integer "
+    "weights, or the output is constant, saturated, behind an inactive ReLU, or from a head that is still all zeros"
 )
-_NO_GRADIENT = "there is none: the model runs without gradients (torch.no_grad(), detach()), or has integer weights"
 _NO_TOKENS = "there is none at the last block, whose output is no tensor [batch, tokens, channels] and no grid"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
 # Relative difference of the outputs of two equal passes, by bytes per element.
@@ -198,15 +197,12 @@ class Head:
 
         `cause` is why there are no gradients; if it is empty, those of some images are 0.
         """
-        outputs, zero = self._outputs, _ZERO
-        if isinstance(outputs, Tensor) and not outputs.is_meta and outputs.numel() and not outputs.any():
-            zero = "all outputs are 0: is the head still all zeros?"
         declared = declared_pooling(self._call.model, self._top, self._pooled)
         if declared is not None:
             return declared
         message = (
             f"The readout of {self._name} requires the gradient of the output with respect to its tokens: "
-            f"{cause or zero}. {_REMEDY}"
+            f"{cause or _NO_GRADIENT}. {_REMEDY}"
         )
         if cause:
             raise UnsupportedModelError(message)
