@@ -29,13 +29,10 @@ from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.isolation import Hook, refuse_checkpointing
 from vitflow.recording.parallel import layers_of_image
 from vitflow.recording.places import place_features
-from vitflow.recording.readout import HALF_SCALE
+from vitflow.recording.readout import HALF_SCALE, SAME_OUTPUT, is_same_output
 from vitflow.recording.trace import Trace
 from vitflow.recording.value_dependence import BY_SHAPE
 
-# The largest share of a map that may be missing, and relative difference of outputs that should be equal, by bytes per
-# element.
-_TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 5e-2}
 # Names of functions as torch calls them, without underscores at their ends.
 _CONSTANTS = {"softmax", "sigmoid", "hardsigmoid", "softplus", "exp", "rsqrt", "sqrt", "reciprocal", "std", "var"}
 _CONSTANTS |= {"norm", "linalg_norm", "linalg_vector_norm", "rtruediv", "rdiv", "rpow"}
@@ -99,7 +96,7 @@ class FrozenPass:
             part = contributions(tokens, gradients[n], axis=-1 if last else 1)
             constants = torch.stack(gradients[count + n :]).double().sum()
             missing = float((total - part.sum() - constants).abs() / part.abs().sum())
-            if not missing <= _TOLERANCE[self.outputs.dtype.itemsize]:
+            if not missing <= SAME_OUTPUT[self.outputs.dtype.itemsize]:
                 raise _refusal(
                     f"The tokens after {path} and the constants above do not add up to the output: {missing:.2g} of "
                     "the map is missing. There is a nonlinearity that cannot be frozen, or a path around this block"
@@ -157,8 +154,7 @@ def frozen_pass(trace: Trace, blocks: Sequence[str]) -> FrozenPass:
             raise _refusal(f"The outputs of {model} cannot be computed with frozen nonlinearities ({error})") from error
     if list(tokens) != list(blocks) or outputs is None or not outputs.requires_grad:
         raise _refusal(f"The output of {model} is not computed from {' and then '.join(blocks)}, or by a softmax")
-    difference = (outputs.detach().double() - expected.detach().double()).abs().max()
-    if not difference <= _TOLERANCE[outputs.dtype.itemsize] * expected.detach().double().abs().max():
+    if not is_same_output(expected, outputs):
         raise _refusal(f"{model} has another output if it runs again: it may be random, or change tensors in place")
     layouts = []
     for path, each in tokens.items():

@@ -38,8 +38,8 @@ _NO_GRADIENT = (
 )
 _NO_TOKENS = "there is none at the last block, whose output is no tensor [batch, tokens, channels] and no grid"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
-# Relative difference of the outputs of two equal passes, by bytes per element.
-_SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
+#: Relative difference of the outputs of two equal passes, by bytes per element.
+SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
 # Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
 _SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
 
@@ -182,9 +182,7 @@ class Head:
             raise
         except Exception as error:  # a model may refuse gradients in any way
             return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
-        first, second = before.detach().double(), outputs.detach().double()
-        limit = _SAME_OUTPUT[before.dtype.itemsize] * first.abs().amax()
-        if first.shape != second.shape or bool(((first - second).abs() > limit).any()):
+        if not is_same_output(before, outputs):
             raise UnsupportedModelError(
                 f"{self._name} has another output if it runs again, so that its readout cannot be measured: it may be "
                 "random, or in training mode. Call model.eval(), explain it with vitflow.Explainer, or pass readout=."
@@ -248,6 +246,13 @@ class Head:
             norms.append(here)
         pools = any(kind == "pooling" for kind, _ in above)
         return norms, (norms[-1].sum(dim=1) > 0) & pools
+
+
+def is_same_output(before: Tensor, after: Tensor) -> bool:
+    """Return True if the outputs of two passes are equal to rounding."""
+    first, second = before.detach().double(), after.detach().double()
+    limit = SAME_OUTPUT[before.dtype.itemsize] * first.abs().amax()
+    return first.shape == second.shape and not bool(((first - second).abs() > limit).any())
 
 
 def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Sequence[Tensor]) -> Tensor | None:
