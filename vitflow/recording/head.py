@@ -29,16 +29,12 @@ class BlockRun:
 
     Attributes:
         leaf: the tokens that the block returned, as a leaf of zeros without memory.
-        passed_on: what later modules get: the sum of the tokens and the leaf; the leaf after the next block.
         source: the tokens in the graph of the block, if it ran with gradients.
-        entered: the input tokens of the block; the leaf of the block before it, if it got what that passed on.
     """
 
     path: str
     leaf: Tensor
-    passed_on: Tensor
     source: Tensor | None
-    entered: Tensor | None
 
 
 class HeadWatch:
@@ -52,6 +48,7 @@ class HeadWatch:
     Attributes:
         image: the pixels in the graph, if it is cut.
         runs: the runs of the blocks.
+        is_chain: True if the input of each block is computed from the output of the previous block alone.
         above: outputs of norms, of modules around the last block ("container"), and of pooling heads that ended after
             the last block, with their kinds.
         num_tokens: number of tokens that the latest block returned, if it was a sequence.
@@ -65,9 +62,9 @@ class HeadWatch:
         """Forget the previous forward pass."""
         self.image: Tensor | None = None
         self.runs: list[BlockRun] = []
+        self.is_chain = True
         self.above: list[tuple[str, Tensor]] = []
         self.num_tokens: int | None = None
-        self._entered: dict[str, Tensor | None] = {}
 
     def begin(self, pixels: Tensor) -> Tensor:
         """Begin a forward pass; return the pixels that the model gets, in the graph if it is cut."""
@@ -95,37 +92,25 @@ class HeadWatch:
         """Return True if the graph of the pass was cut after these blocks, and no others."""
         return self.cut and bool(blocks) and {run.path for run in self.runs} == set(blocks) == set(self.blocks)
 
-    def is_chain(self) -> bool:
-        """Return True if the input of each block is computed from the output of the previous block alone."""
-        leaves = [run.leaf for run in self.runs]
-        for leaf, run in zip(leaves, self.runs[1:], strict=False):
-            entered = run.entered
-            if entered is not leaf and (
-                entered is None or not entered.requires_grad or is_bypassed(entered, leaf, leaves)
-            ):
-                return False
-        return True
-
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
+        if self.runs:
+            tokens, leaves = tokens_of(args or kwargs.get("hidden_states")), [run.leaf for run in self.runs]
+            follows = tokens is not None and tokens.requires_grad and not is_bypassed(tokens, leaves[-1], leaves)
+            self.is_chain = self.is_chain and follows
         if self.cut and not self._gradients:
             torch.set_grad_enabled(False)
 
     def _leave(self, path: str, args: Any, output: Any) -> Any:
-        entered, tokens = self._entered.pop(path, None), tokens_of(output)
+        tokens = tokens_of(output)
         if self.cut and not self._gradients:
             torch.set_grad_enabled(True)
         self.num_tokens = tokens.shape[1] if tokens is not None and tokens.ndim == 3 else None
         if tokens is None or not self.cut or tokens.is_inference():
             return None
         leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
-        passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
-        if self.runs:  # its values are freed
-            before = self.runs[-1]
-            entered, before.passed_on = before.leaf if entered is before.passed_on else entered, before.leaf
-        self.runs.append(BlockRun(path, leaf, passed_on, tokens if tokens.requires_grad else None, entered))
+        self.runs.append(BlockRun(path, leaf, tokens if tokens.requires_grad else None))
         self.above.clear()
-        return with_tokens(output, passed_on)
+        return with_tokens(output, tokens.detach() + leaf)  # a tensor that later modules may change in place
 
     def _kind(self, path: str, module: nn.Module) -> str:
         if is_pooling(path, module):

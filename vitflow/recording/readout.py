@@ -33,8 +33,8 @@ _TINY = torch.finfo(torch.float64).tiny
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
 _NO_GRADIENT = (
-    "it is zero or does not exist: a part of the model runs without gradients (torch.no_grad(), detach()) or has integer "
-    "weights, or the output is constant, saturated, behind an inactive ReLU, or from a head that is still all zeros"
+    "it is zero or does not exist: a part of the model runs without gradients (torch.no_grad(), detach()) or has "
+    "integer weights, or the output is constant, saturated, behind an inactive ReLU, or its head is still all zeros"
 )
 _NO_TOKENS = "there is none at the last block, whose output is no tensor [batch, tokens, channels] and no grid"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
@@ -226,7 +226,7 @@ class Head:
         last, refusal = None if norm is None else gradients[-1], ""
         if last is None and any(read[: len(image)]):
             refusal = "also directly from the image, bypassing its blocks"
-        elif last is None and any(read[:-1]) and not cut.is_chain():
+        elif last is None and any(read[:-1]) and not cut.is_chain:
             refusal = "from several blocks, with skip connections around some of them"
         if refusal and (last := _gradient_at_sum(scores, weights, leaves[-1], sources)) is None:
             raise UnsupportedModelError(

@@ -85,7 +85,7 @@ def owners_of(gradients: Gradients, grid: tuple[int, int]) -> tuple[NDArray[np.i
 
 
 def tiled_extent(owners: NDArray[np.int64], seen: NDArray[np.bool_], grid: tuple[int, int]) -> Extent:
-    """Return the extent of a grid whose tokens share no pixels; raise Misplaced if a token has pixels of other cells."""
+    """Return the extent of a grid whose tokens share no pixels; raise Misplaced if one has pixels of other cells."""
     known, wrong, owned = owners[0] >= 0, np.zeros(seen.shape, bool), np.zeros(grid, bool)
     spans, inside = list[Span](), list[NDArray[np.bool_]]()
     for axis, count in enumerate(grid):
