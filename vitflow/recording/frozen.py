@@ -264,7 +264,7 @@ class Freezing(TorchFunctionMode):
         return value * self.one if number or constant else value
 
 
-# --- Norms and gated units by functions of torch that are frozen above ------------------------------------------------
+# --- Norms by functions of torch that are frozen above ------------------------------------------------
 
 
 def _divided(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
@@ -323,15 +323,9 @@ def _per_channel(values: Tensor | None, x: Tensor) -> Any:
     return None if values is None else values.view(-1, *[1] * (x.ndim - 2))
 
 
-def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    values, gate = x.chunk(2, dim=dim)
-    return values * gate.sigmoid()
-
-
 _NORMS: dict[str, Callable[..., Tensor]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
-    "glu": _glu,
 }
