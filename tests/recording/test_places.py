@@ -142,7 +142,7 @@ REFUSED = {
     "flipped": (
         lambda: changed(vit(img_size=112), lambda x: x.flip(3)),
         112,
-        "column 6 from the pixel (0, 0): tokens are in another order",
+        "around column 6.5 of the grid: tokens are in another order",
     ),
     "rolled by half a patch": (lambda: changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
     "in another order": (

@@ -30,14 +30,7 @@ from vitflow.recording.isolation import Hook, checkpointing_error, hooked
 from vitflow.recording.layer_tokens import declared_layout, decoder_stacks, find_tokens, pooling_layers
 from vitflow.recording.layers import AttentionLayer, RecordedLayers, stack_of
 from vitflow.recording.parallel import known_layers
-from vitflow.recording.receptive_fields import (
-    Gradients,
-    Misplaced,
-    Unmeasured,
-    overlapping_extent,
-    owners_of,
-    tiled_extent,
-)
+from vitflow.recording.receptive_fields import Gradients, Misplaced, Unmeasured, measured_extent
 from vitflow.recording.trace import Trace
 from vitflow.recording.without_attention import without_attention
 
@@ -183,9 +176,9 @@ def find_extents(
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     """Measure the extents of layouts, each where it first fits; cached per model, layouts and input size.
 
-    If each pixel belongs to one token, as with a patch embedding whose stride is its kernel, all tokens are tested.
-    Otherwise the first and last pixels of the receptive fields of some tokens, partly random, determine the cells. If
-    these fields are the whole image, cells divide it evenly.
+    The first and last pixels of the receptive fields of some tokens, partly random, determine the cells. If these
+    fields are the whole image, cells divide it evenly. If each pixel belongs to one token, as with a patch embedding
+    whose stride is its kernel, all tokens are tested.
 
     Args:
         sites: layouts in raster order that the input or output of modules may have, by path.
@@ -230,13 +223,10 @@ def _measure(
         # The model may reject noise.
         with suppress(Exception), hooked(hooks), without_attention(call.model):
             call(noise)
-        extents, overlapping = {}, False
+        extents = {}
         for layout, (path, each) in tokens.items():
             try:
-                gradients, grid = Gradients(each[layout.patches], noise), (layout.rows, layout.cols)
-                owners = None if overlapping else owners_of(gradients, grid)
-                overlapping = owners is None  # also the coarser tokens, which are computed from these
-                extents[layout] = overlapping_extent(gradients, grid) if owners is None else tiled_extent(*owners, grid)
+                extents[layout] = measured_extent(Gradients(each[layout.patches], noise), (layout.rows, layout.cols))
                 _check_prefix(each[: layout.patches.start], noise, extents[layout])
             except Unmeasured as error:
                 if not (extents or unseen):

@@ -1,7 +1,7 @@
 """Receptive fields: the cells of a grid of tokens, from gradients of the tokens with respect to the pixels."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from vitflow.images.geometry import Extent, Span, even_extent
 
 # Largest distance between a token and its place on a regular grid, in cells.
 _TOLERANCE = 0.1
-# Shares of the largest squared gradient below which a pixel is not assigned to a token, and is not seen at all.
-_WEAK, _UNSEEN = 1e-8, 1e-14
+# Share of the largest squared gradient below which a pixel is not assigned to a token.
+_WEAK = 1e-8
 # Largest distance of a token from its even cell, in cells and in standard deviations of its gradients, if its receptive
 # field is the whole image.
 _MOST_CELLS, _MOST_DEVIATIONS = 0.6, 2.0
@@ -54,97 +54,58 @@ class Gradients:
         return energy
 
 
-def owners_of(gradients: Gradients, grid: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
-    """Return (row, column) of the token that each pixel belongs to, [2, H, W], and the seen pixels; None if shared.
+def measured_extent(gradients: Gradients, grid: tuple[int, int]) -> Extent:
+    """Return the extent of a grid from the first and last pixels of the receptive fields of some tokens.
 
-    Tokens are weighted by 2 to the power of their row's or column's digits, by which a pixel's gradient is then
-    multiplied, without rounding.
+    If these are not larger than a cell, each pixel belongs to one token, and the pixels of all tokens are tested.
     """
-    base = 8 if gradients.scores.dtype == torch.float16 else 128
-    plain = gradients.of(torch.ones(len(gradients.scores), device="cpu"))
-    energy = np.square(plain).sum(axis=0)
-    if not np.isfinite(energy).all() or not energy.any():
-        raise Unmeasured(_LOST.format(0, 0))
-    strong = energy > _WEAK * energy.max()
-    owners = np.full((2, *energy.shape), -1)
-    for axis, index in enumerate(np.indices(grid).reshape(2, -1)):
-        indices, digit = np.zeros(energy.shape), 1
-        while digit <= index.max(initial=0):
-            weights = 2.0 ** (index // digit % base - base // 2)
-            weighted = gradients.of(torch.from_numpy(weights))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                power = np.log2((weighted * plain).sum(axis=0) / energy) + base // 2
-                apart = np.sqrt(np.square(weighted - plain * 2.0 ** (power - base // 2)).sum(axis=0) / energy)
-            rounded = np.rint(power)
-            exact = (np.abs(power - rounded) < _TOLERANCE) & (apart < _TOLERANCE * 2.0 ** (power - base // 2))
-            if not exact[strong].all():
-                return None
-            indices, digit = indices + np.where(strong, rounded, 0) * digit, digit * base
-        owners[axis][strong] = indices[strong]
-    return owners, energy > _UNSEEN * energy.max()
-
-
-def tiled_extent(owners: NDArray[np.int64], seen: NDArray[np.bool_], grid: tuple[int, int]) -> Extent:
-    """Return the extent of a grid whose tokens share no pixels; raise Misplaced if one has pixels of other cells."""
-    known, wrong, owned = owners[0] >= 0, np.zeros(seen.shape, bool), np.zeros(grid, bool)
-    spans, inside = list[Span](), list[NDArray[np.bool_]]()
-    for axis, count in enumerate(grid):
-        line = np.where(known, owners[axis], -1).max(axis=1 - axis)  # of each row or column of pixels
-        places = np.flatnonzero(line >= 0)
-        index, begins = np.unique(line[places], return_index=True)
-        span = _regular(index, places[begins], places[np.append(begins[1:], 0) - 1] + 1)
-        step = max(span.step, _TOLERANCE)  # it may be negative
-        cells, margin = (np.arange(len(line)) + 0.5 - span.start) / step, _TOLERANCE + 0.5 / step
-        low, high = (np.expand_dims(np.floor(cells + shift), 1 - axis) for shift in (-margin, margin))
-        wrong |= known & ((owners[axis] < low) | (owners[axis] > high) | (span.step <= 0))
-        edges, lit = span.edges(count), np.flatnonzero(seen.any(axis=1 - axis))
-        inside.append((edges[:-1] < len(line)) & (edges[1:] > 0))
-        spans.append(span._replace(first=int(lit[0]), last=int(lit[-1]) + 1))
-    if wrong.any():
-        y, x = np.argwhere(wrong)[0]
-        row, col = owners[:, y, x]
-        raise Misplaced(
-            f"of the patch in row {row} and column {col} from the pixel ({x}, {y}): tokens are in another order"
-        )
-    owned[tuple(owners[:, known])] = True
-    if (lost := np.logical_and.outer(*inside) & ~owned).any():
-        raise Misplaced(_LOST.format(*np.argwhere(lost)[0]))
-    return spans[0], spans[1]
-
-
-def _regular(index: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Span:
-    """Return the span of the cells `index`, given their first pixels and ends; the first and the last may be cut."""
-    widths = ends - begins
-    if len(index) > 2:
-        step = (begins[-1] - begins[1]) / (index[-1] - index[1])
-    else:
-        step = float(widths.max()) if len(set(widths.tolist())) > 1 else float(begins[-1] - begins[0] or widths[0])
-    whole = int(widths.argmax())
-    start = float((begins[whole] + ends[whole] - step) / 2 - index[whole] * step)
-    return Span(start, float(step), int(begins[0]), int(ends[-1]))
-
-
-def overlapping_extent(gradients: Gradients, grid: tuple[int, int]) -> Extent:
-    """Return the extent of a grid from the first and last pixels of the receptive fields of some tokens."""
-    size = (gradients.noise.shape[-2], gradients.noise.shape[-1])
     fields = {place: gradients.of_token(place[0] * grid[1] + place[1]) for place in _samples(grid)}
     if not any(np.isfinite(energy).all() and energy.any() for energy in fields.values()):
         raise Unmeasured(_LOST.format(0, 0))
-    boxes: dict[tuple[int, int], list[Edges]] = {}
-    for (row, col), energy in fields.items():
-        lit = energy > 0
-        if not lit.any():
-            raise Misplaced(_LOST.format(row, col))
-        boxes[row, col] = [(int(line[0]), int(line[-1]) + 1) for line in map(np.flatnonzero, (lit.any(1), lit.any(0)))]
+    lit = {place: energy > 0 for place, energy in fields.items()}
+    if (dark := next((place for place, seen in lit.items() if not seen.any()), None)) is not None:
+        raise Misplaced(_LOST.format(*dark))
     spans = []
-    for axis, (count, length) in enumerate(zip(grid, size, strict=True)):
-        edges = {place: box[axis] for place, box in boxes.items()}
+    for axis, (count, length) in enumerate(zip(grid, gradients.noise.shape[-2:], strict=True)):
+        lines = {place: np.flatnonzero(seen.any(axis=1 - axis)) for place, seen in lit.items()}
+        edges = {place: (int(line[0]), int(line[-1]) + 1) for place, line in lines.items()}
         sums = {place: energy.sum(axis=1 - axis) for place, energy in fields.items()}
         span = _aligned(edges, axis, count, length) or _whole(sums, axis, count, length)
         for place, weights in sums.items():
             _check_centre(weights, place, axis, span)
         spans.append(span)
+    cell = spans[0].step * spans[1].step
+    if max(seen.sum() for seen in lit.values()) <= (1 + _TOLERANCE) * cell:
+        _check_pixels(gradients, grid, spans)
     return spans[0], spans[1]
+
+
+def _check_pixels(gradients: Gradients, grid: tuple[int, int], spans: Sequence[Span]) -> None:
+    """Raise Misplaced unless each pixel belongs to the token of its cell, and each cell has a pixel.
+
+    Tokens are weighted by 2 to the power of the digits of their number, by which a pixel's gradient is then multiplied,
+    without rounding.
+    """
+    plain = gradients.of(torch.ones(len(gradients.scores), device="cpu"))
+    energy = np.square(plain).sum(axis=0)
+    places = [
+        (np.arange(length) + 0.5 - span.start) / span.step for length, span in zip(energy.shape, spans, strict=True)
+    ]
+    rows, cols = np.meshgrid(*places, indexing="ij")  # in cells
+    inner = np.maximum(np.abs(rows % 1 - 0.5), np.abs(cols % 1 - 0.5)) < 0.5 - _TOLERANCE
+    tokens = np.ravel_multi_index((rows.astype(int), cols.astype(int)), grid, mode="clip")
+    known, wrong, numbers = energy > _WEAK * energy.max(), np.zeros(energy.shape, bool), np.arange(grid[0] * grid[1])
+    digit, base = 1, 8 if gradients.scores.dtype == torch.float16 else 128
+    while digit < len(numbers):
+        weights = 2.0 ** (numbers // digit % base - base // 2)
+        weighted = gradients.of(torch.from_numpy(weights)) / weights[tokens]
+        wrong |= np.square(weighted - plain).sum(axis=0) > _TOLERANCE * energy
+        digit *= base
+    if (misplaced := tokens[wrong & known & inner]).size:
+        row, col = divmod(int(misplaced[0]), grid[1])
+        raise Misplaced(f"of the patch in row {row} and column {col} from other pixels: tokens are in another order")
+    if (lost := np.setdiff1d(tokens[inner], tokens[known])).size:
+        raise Misplaced(_LOST.format(*divmod(int(lost[0]), grid[1])))
 
 
 def _samples(grid: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -160,14 +121,18 @@ def _aligned(edges: Mapping[tuple[int, int], Edges], axis: int, count: int, leng
     first, last = min(low for low, _ in edges.values()), max(high for _, high in edges.values())
     if count == 1:
         return Span(float(first), float(last - first), first, last)
-    lows = {place: low for place, (low, _) in edges.items() if low > 0}
-    highs = {place: high for place, (_, high) in edges.items() if high < length}
+    lows = {place: low for place, (low, _) in edges.items() if low > first}  # others may be cut
+    highs = {place: high for place, (_, high) in edges.items() if high < last}
     steps = []
     for ends in (lows, highs):
         by_index = sorted((place[axis], end) for place, end in ends.items())
         if by_index and by_index[-1][0] > by_index[0][0]:
             steps.append((by_index[-1][1] - by_index[0][1]) / (by_index[-1][0] - by_index[0][0]))
-    if not steps or not lows or not highs:
+    if not lows or not highs:
+        return None
+    if not steps and set(lows.values()) == set(highs.values()):  # of two cells that share an edge
+        steps = [max(high - low for low, high in edges.values())]
+    if not steps:
         return None
     step = float(np.mean(steps))
     begins = [  # a dead unit may shorten a receptive field
@@ -176,7 +141,7 @@ def _aligned(edges: Mapping[tuple[int, int], Edges], axis: int, count: int, leng
     ]
     for place, both in edges.items():
         for begin, edge in zip(begins, both, strict=True):
-            expected = min(max(begin + place[axis] * step, 0.0), length)
+            expected = min(max(begin + place[axis] * step, first), last)
             if step <= 0 or abs(edge - expected) > _TOLERANCE * step + 0.5:
                 return None
     if math.isclose(step * count, length, rel_tol=1e-3) and begins[0] <= 0.5 and begins[1] >= step - 0.5:
@@ -216,5 +181,5 @@ def _check_centre(weights: NDArray[np.float64], place: tuple[int, int], axis: in
     if not abs(centre - place[axis] - 0.5) <= max(_MOST_CELLS, _MOST_DEVIATIONS * deviation):
         raise Misplaced(
             f"of the patch in row {place[0]} and column {place[1]} from pixels around {('row', 'column')[axis]} "
-            f"{centre:.1f} of the grid"
+            f"{centre:.1f} of the grid: tokens are in another order"
         )
