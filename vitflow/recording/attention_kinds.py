@@ -202,10 +202,8 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
 def refusal_of(model: nn.Module, layers: Sequence[str]) -> str | None:
     """Return why rollout and flow do not apply to a model whose attention layers have these paths, or None."""
     words = refusal_in_words(model, layers)
-    if not words:
-        return None
-    kind = type(_refused(model) or model).__name__
-    return f"{kind} computes {words}: a product of its layers is not a rollout. {OTHER_METHODS}"
+    sentence = f"{type(model).__name__} computes {words}: a product of its layers is not a rollout. {OTHER_METHODS}"
+    return sentence if words else None
 
 
 def refusal_of_text(model: nn.Module) -> str:
@@ -218,15 +216,9 @@ def refusal_of_text(model: nn.Module) -> str:
 
 def refusal_in_words(model: nn.Module, layers: Sequence[str]) -> str:
     """Describe what makes rollout and flow inapplicable to a model; empty if nothing."""
-    transformer = _refused(model)
-    if transformer is not None:
-        return _REFUSED[_kind(transformer)]
+    refused = _REFUSED.keys() & set(map(_listed, set(map(type, modules_of(model)))))
+    if refused:
+        return _REFUSED[refused.pop()]
     if any(not is_class_attention(model.get_submodule(path)) for path in layers):
         return ""
     return other_attention_in(model) or "no attention between patches"
-
-
-def _refused(model: nn.Module) -> nn.Module | None:
-    modules = modules_of(model)
-    kinds = {kind for kind in set(map(type, modules)) if _listed(kind) in _REFUSED}
-    return next((module for module in modules if type(module) in kinds), None) if kinds else None
