@@ -144,7 +144,7 @@ class record_attention:
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
         self._cut, self._watch = tuple(cut), HeadWatch()
-        self._is_open, self._reads, self._lower_layers = False, False, lower_layers
+        self._is_open, self._lower_layers = False, lower_layers
         self._repeats = False  # a pass that showed that some of its modules are one layer
 
     def __enter__(self) -> Trace:
@@ -173,7 +173,7 @@ class record_attention:
     def _close(self) -> None:
         self._listening.end_all()
         self._listening.release()
-        self._is_open = self._reads = False
+        self._is_open = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -252,7 +252,7 @@ class record_attention:
         trace.begin()
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text
-        self._reads, self._ran = text is not None, given is not None
+        self._ran = given is not None
         self._watch.reset()
         if given is None:
             return args, kwargs
@@ -291,7 +291,7 @@ class record_attention:
         self._listening.observed = call
         self._listening.projections = known_projections(call)
         self._listening.refuse_projections()
-        if self._reads or self._within or self._repeats:
+        if call is self._short_text or self._within or self._repeats:
             self._listening.observe()
         else:
             self._listening.modules = known_layers(call) or Layers()
@@ -300,7 +300,7 @@ class record_attention:
         trace = self.trace
         self._listening.end_pass()
         trace.logits, trace.names, trace.watch = logits, list(self._listening.recorded), self._watch
-        if self._reads:
+        if self._listening.tokens is not None:
             trace.refusal = refusal_of_text(self._model)
         if trace.call is not None:
             locate(trace, self._layout, whole=not self._within)
