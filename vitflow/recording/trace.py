@@ -28,9 +28,6 @@ from vitflow.recording.readout import HALF_SCALE, Head, Read, Readouts, describe
 class Trace:
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
-    `attentions` is the attention of each layer, first layer first, [batch, heads, tokens, tokens]; the example of
-    `record_attention` makes one.
-
     Attributes:
         layers: the recorded attention layers.
         pixels: the model input, [batch, channels, height, width].
@@ -137,13 +134,9 @@ class Trace:
         return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
 
     def readout_of(self, targets: Tensor | None) -> Tensor:
-        """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
+        """Return the weights of the top layer's tokens in each target output, [batch, tokens]; see `readouts_of`.
 
-        Args:
-            targets: as for `readouts_of`.
-
-        Raises:
-            UnsupportedModelError: as for `readouts_of`; or the head reads the tokens of several blocks.
+        Raises UnsupportedModelError, too, if the head reads the tokens of several blocks.
         """
         blocks = self.readouts_of(targets).blocks
         if len(blocks) > 1 or blocks[0].layers < len(self.layers):
@@ -312,9 +305,7 @@ class Trace:
         return tokens is None or is_bypassed(self._scores(targets), tokens, [self.pixels], self._cuts)
 
     def gradients_of(self, scores: Tensor, *, pixels: bool = True) -> Backward:
-        """Differentiate scores with respect to all recorded tensors.
-
-        Parameters' `.grad` does not change.
+        """Differentiate scores with respect to all recorded tensors; see `backward`.
 
         Args:
             scores: any tensor computed from `logits`, such as one word's logit of each text; its sum is differentiated.
