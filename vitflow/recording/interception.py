@@ -104,7 +104,7 @@ class Interception(Listener, TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return attend(self, *args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._attend_with_many_heads(*args, **kwargs)
+            return self.attend_with_many_heads(*args, **kwargs)
         if func in _SOFTMAX:
             output = func(*args, **kwargs)
             self._normalised(name, output, *_softmax_of(*args, **kwargs))
@@ -119,14 +119,12 @@ class Interception(Listener, TorchFunctionMode):
             self._products[name] = output.shape, first, second
         return output
 
-    def _attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
+    def attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
         """Compute `F.multi_head_attention_forward` with its inner calls intercepted, without dropout.
 
         The original runs as well for the output with dropout, and for the weights, if requested.
         """
         code, given = F.multi_head_attention_forward, _MANY_HEADS.bind(*args, **kwargs)
-        query, key = given.arguments["query"], given.arguments["key"]  # [tokens, batch, channels]
-        self.check_batch_first(query, key)
         followed = FunctionType(code.__code__, {**vars(F), "has_torch_function": lambda _: False})
         given.apply_defaults()
         dropout = given.arguments["training"] and given.arguments["dropout_p"] > 0.0
@@ -137,9 +135,6 @@ class Interception(Listener, TorchFunctionMode):
         if dropout:
             return code(*args, **kwargs)
         return output, code(*args, **kwargs)[1] if weights else None
-
-    def check_batch_first(self, query: Tensor, key: Tensor) -> None:
-        """Check the order of the axes of [tokens, batch, channels]; nothing if the batch size is unknown."""
 
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""

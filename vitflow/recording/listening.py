@@ -126,8 +126,8 @@ class Listening(Interception):
         if self.observed is not None:
             self.modules = layers_of_image(self.observed)
 
-    def check_batch_first(self, query: Tensor, key: Tensor) -> None:
-        """Raise UnsupportedModelError if attention that takes [tokens, batch, channels] has the first two swapped."""
+    def attend_with_many_heads(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute attention of [tokens, batch, channels]; UnsupportedModelError if the first two are swapped."""
         given = [(each.shape[0], each.shape[1]) for each in (query, key) if each.ndim == 3]
         if (
             self.tokens is None
@@ -139,6 +139,7 @@ class Listening(Interception):
                 f"({self.path[-1][0]}) has not the order of axes that its batch_first says. This is a fault of the "
                 "model: correct it, and train it again."
             )
+        return super().attend_with_many_heads(query, key, *args, **kwargs)
 
     def enter(self, name: str, module: nn.Module, *given: Any) -> None:
         """Add a module that begins to run to the path; intercept the functions of an attention module."""
