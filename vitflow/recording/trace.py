@@ -19,7 +19,7 @@ from vitflow.models.calls import logits_of
 from vitflow.recording.backward import Backward, differentiate
 from vitflow.recording.certificate import Certificate, blocks_of, certify_features
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import BlockRun, HeadWatch, is_bypassed
+from vitflow.recording.head import HeadWatch, is_bypassed
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers, join_parts
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Readouts, describe_readouts, readout_words
 
@@ -58,7 +58,7 @@ class Trace:
     names: list[str] = field(default_factory=list)
     read: Read = logits_of
     call: Call | None = None
-    watch: HeadWatch | None = None
+    watch: HeadWatch = field(default_factory=HeadWatch)
     certificate: Certificate | None = None
     known_layout: TokenLayout | None = None
     known_top: TokenLayout | None = None
@@ -293,16 +293,11 @@ class Trace:
         with torch.inference_mode(False), torch.enable_grad():
             return self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
 
-    @property
-    def _cuts(self) -> Sequence[BlockRun]:
-        """Runs of blocks after which the graph of the pass is cut."""
-        return [] if self.watch is None else self.watch.runs
-
     def bypasses(self, name: str, targets: Tensor) -> bool:
         """Return True if targets may also be computed from the pixels without this entry of `passed`."""
         tokens = self.passed.get(name)
         assert self.pixels is not None
-        return tokens is None or is_bypassed(self._scores(targets), tokens, [self.pixels], self._cuts)
+        return tokens is None or is_bypassed(self._scores(targets), tokens, [self.pixels], self.watch.runs)
 
     def gradients_of(self, scores: Tensor, *, pixels: bool = True) -> Backward:
         """Differentiate scores with respect to all recorded tensors; see `backward`.
@@ -332,7 +327,7 @@ class Trace:
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         inputs = [*(each for _, each in named), *further]
-        raw = differentiate(self.model, self._cuts, [scores], [torch.full_like(scores, scale)], inputs)
+        raw = differentiate(self.model, self.watch.runs, [scores], [torch.full_like(scores, scale)], inputs)
         reached = [number for number, gradient in enumerate(raw[: len(parts)]) if gradient is not None]
         for (name, _), gradient in zip(parts[: max(reached, default=len(parts))], raw, strict=False):
             if gradient is None:  # layers above the last one with a gradient are not read by the head
