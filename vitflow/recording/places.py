@@ -188,11 +188,10 @@ def find_extents(
     Returns:
         The extents of the layouts that were found, and the reason why tokens are not in raster order, or None.
     """
-
-    def measured() -> tuple[dict[TokenLayout, Extent], str | None]:
-        return ({}, None) if call.pixels.is_meta else _measure(call, sites, grids, unseen)
-
-    return call.cached((find_extents, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])), measured)
+    if call.pixels.is_meta:
+        return {}, None
+    key = find_extents, tuple(sites.items()), grids, unseen, tuple(call.pixels.shape[1:])
+    return call.cached(key, lambda: _measure(call, sites, grids, unseen))
 
 
 def _measure(

@@ -121,7 +121,7 @@ class Head:
         pooled, rounding = torch.zeros(batch, dtype=torch.bool, device=example.device), 0.0
         outputs, cut, cause = self._cut()
         if cut is not None and outputs.requires_grad:
-            runs = [min(max(each, 1), count) for each in layer_counts(self._blocks, cut.runs)]
+            runs = [min(each, count) for each in layer_counts(self._blocks, cut.runs)]
             try:
                 with torch.inference_mode(False), torch.enable_grad():
                     scores = self._scores(outputs, targets)
