@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.small import Custom
+from tests.small import Custom, jitter
 from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods import TokenLayout
@@ -296,6 +296,18 @@ def test_faults_inside_of_the_cells_of_the_next_stage_are_found():
         with planted("staged", fault) as model:
             trace = recorded(model, head_fusion="mean")
         assert trace.certificate.faults[0].clause == 2
+
+
+@pytest.mark.parametrize(("index", "fault"), [(0, None), (0, swap(0, -1)), (1, into(0, -1)), (3, swap(0, -1))])
+def test_faults_where_tokens_in_another_order_are_merged_are_found(index, fault):
+    torch.manual_seed(0)
+    model = timm.models.hiera.Hiera((64, 64), num_classes=5, embed_dim=32, num_heads=1, stages=(1, 2, 2, 1)).eval()
+    if fault is not None:
+        model.blocks[index].register_forward_hook(lambda module, args, output: fault(output))
+    with torch.no_grad(), record_attention(jitter(model)) as trace:
+        model(torch.randn(1, 3, 64, 64))
+    assert trace.certificate.unchecked == ()
+    assert (trace.refusal is None) == (fault is None)
 
 
 def test_gradcam_is_refused_above_tokens_that_attention_reads_in_another_order_than_the_block_before():

@@ -51,6 +51,7 @@ class _Stack:
         merging: further reach of those that returned a coarser grid, such as the keys of some attention.
         order: place of each patch among the tokens of a sequence, if they are not in raster order.
         in_order: True if attention read them in raster order, so that no other order may follow.
+        renewed: True if tokens get new codes at the next block, as their order was unknown.
     """
 
     layout: TokenLayout
@@ -60,6 +61,7 @@ class _Stack:
     merging: tuple[float, float] = (0.0, 0.0)
     order: Tensor | None = None
     in_order: bool = False
+    renewed: bool = False
 
     def codes_of(self, reading: Reading) -> Tensor:
         """Return the codes in the order of a reading."""
@@ -176,9 +178,12 @@ class CodedRun(FollowedRun):
         """Judge the input of a block, and code it anew if its tokens do not have exactly their codes."""
         name = self.stack_of(block.path)
         stack, repeated = self._stacks.get(name) or self._passed_on(fitting), block.path in self.calls[:-1]
-        returned = self._returned.pop(name, None)
+        returned, merged = self._returned.pop(name, None), None
         if stack is None or stack.is_unknown(fitting[0][1]):
             tensor, reading = self._preferred(fitting)[0]
+            if stack is not None:
+                merged = self._merged_order(stack, tensor, reading)
+                self._refuse_merged(block.path, merged)
         else:
             verdict, tensor, reading = self._best(stack, fitting)
             if returned is not None and reading.layout != stack.layout:
@@ -196,14 +201,16 @@ class CodedRun(FollowedRun):
                     self.fault(
                         block.path, f"gets constants instead of some tokens ({int(verdict.lost.sum())})", 2, moves=True
                     )
-            elif verdict.exact:
+            elif verdict.exact and not stack.renewed:
                 self._stacks[name] = stack
                 return None
         self.needed = max(self.needed, code_bits(reading.layout))
         codes, group = striped_codes(reading.layout, self._random, self._bits), self._next_group()
         known = stack if stack is not None and stack.layout == reading.layout else None
         in_order = known is not None and known.in_order
-        order = None if known is None else known.order
+        order = merged if known is None else known.order
+        if order is not None:  # codes of merged patches differ if they are given to the grid
+            codes = codes[:, order.argsort()]
         self._stacks[name] = stack = _Stack(reading.layout, codes, group, order=order, in_order=in_order)
         codes = stack.codes_of(reading)
         if reading.index is not None:
@@ -212,6 +219,18 @@ class CodedRun(FollowedRun):
         replaced = tokens[:1].expand_as(tokens).clone()
         replaced[group] = coded(tokens[:1], codes, self._random)
         return reading.restore(replaced)
+
+    def _merged_order(self, stack: _Stack, tensor: Tensor, reading: Reading) -> Tensor | None:
+        """Return the place of each patch among tokens that were merged from those in another order; None if unclear."""
+        cells = expected_codes(
+            stack.codes[:, stack.order], stack.layout, reading.layout, stack.reach_to(reading.layout)
+        )
+        every = torch.arange(reading.layout.num_tokens, device="cpu")
+        return _read_order(cells.allowed, self._seen(stack, tensor, reading), every)
+
+    def _refuse_merged(self, path: str, order: Tensor | None) -> None:
+        if order is None:
+            self.fault(path, "does not merge its tokens to those of the next stage", 2, moves=True)
 
     def _next_group(self) -> slice:
         """Return the images that get the next codes."""
@@ -224,8 +243,11 @@ class CodedRun(FollowedRun):
         name = self.stack_of(path)
         stack = self._stacks[name]
         fitting = self.found(tensors, path, (stack.layout,))
-        if not fitting or stack.is_unknown(fitting[0][1]):
+        if not fitting:
             self.unchecked.append(path)
+            return
+        if stack.is_unknown(fitting[0][1]):
+            self._refuse_merged(path, self._merged_order(stack, *fitting[0]))
             return
         verdict, *_ = self._best(stack, fitting)
         self._refuse(path, verdict)
@@ -252,7 +274,7 @@ class CodedRun(FollowedRun):
         verdict = self._judge(stack, values, reading)
         index = reading.index if stack.order is None and reading.layout == stack.layout else None
         if verdict.reordered.any() and index is not None and not stack.in_order:
-            stack.order = _read_order(self._seen(stack, values, reading), stack.codes, index)
+            stack.order, stack.renewed = _read_order(self._seen(stack, values, reading), stack.codes, index), True
             verdict = self._judge(stack, values, reading)
         elif index is not None:
             stack.in_order = True

@@ -68,6 +68,8 @@ class WithoutAttention(Interception):
         if tokens is not None and tokens.windows == 1 and keys == tokens.keys.num_tokens:
             first = first_of_cells(tokens.keys, tokens.queries)
             if first is not None and queries == len(first):
+                if tokens.key_index is not None and tokens.query_index is not None:  # tokens in another order
+                    first = tokens.key_index[0].argsort()[first][tokens.query_index[0]]
                 return value[..., first.to(value.device), :]
         return value.new_zeros(*value.shape[:-2], queries, value.shape[-1])
 
