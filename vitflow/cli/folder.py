@@ -39,7 +39,6 @@ class _Source(click.Path):
 @shared.methods_option(f"Method; repeatable.  {shared.METHOD_DEFAULT}")
 @shared.option("Images", "--recursive -r", bool, "Include subfolders.")
 @shared.limit_option
-@shared.option("Images", "--max-pixels", 1, "Reject larger images.  [default: 178956970]")
 @shared.batch_size_option
 @shared.option(
     "Images",

@@ -80,8 +80,9 @@ class FollowedRun(WithoutAttention):
         self._names = defaultdict[str, list[str]](list)
         for name, block in blocks.items():
             self._names[block].append(name)
-        for path in _siblings(call.model, list(self._names)):
-            self._names[path] = []
+        attended = {type(call.model.get_submodule(path)): names for path, names in self._names.items()}
+        for path in _siblings(call.model, list(self._names)):  # one of the same class has the same tokens
+            self._names[path] = attended.get(type(call.model.get_submodule(path)), [])
         self._weights = {each.data_ptr() for each in call.model.parameters()}
         self._running: list[str] = []
         self._finished: set[str] = set()
