@@ -38,8 +38,12 @@ _NO_GRADIENT = (
 )
 _NO_TOKENS = "there is none at the last block, whose output is no tensor [batch, tokens, channels] and no grid"
 _REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
+# Nodes of the autograd graph that may add a residual.
+_SUMS = ("AddBackward", "SubBackward", "LerpBackward", "AddcmulBackward", "SumBackward")
 #: Relative difference of the outputs of two equal passes, by bytes per element.
 SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
+# Limit of the difference between gradients of tokens, relative to the largest, by bytes per element.
+_SAME_TOKENS = {8: 1e-6, 4: 1e-3, 2: 5e-2}
 # Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
 _SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
 
@@ -261,7 +265,7 @@ def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Seq
     It is the last sum of this shape that every path from the scores passes; None if there is none.
     """
     for node in nodes_of(scores, [get_gradient_edge(leaf).node]):
-        if "AddBackward" in node.name() and not is_bypassed(scores, node, sources):
+        if node.name().startswith(_SUMS) and not is_bypassed(scores, node, sources):
             [gradient] = torch.autograd.grad(scores, [GradientEdge(node, 0)], weights, retain_graph=True)
             if gradient.shape == leaf.shape:
                 return gradient
@@ -269,22 +273,49 @@ def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Seq
 
 
 def _is_read_by_token(kind: str, norm: Tensor, leaf: Tensor, layout: TokenLayout) -> bool:
-    """Return True for tokens of a module around the last block, or of a norm that does not mix those of the block.
+    """Return True for tokens of a norm above, or of a module around the last block, each computed from itself alone.
 
-    One token is tested. Other tokens of a container may be internal to a head.
+    Gradients of a random sum of all tokens are compared with those of a sum in which each token has another weight.
+    Other tokens of a container may be internal to a head.
     """
     channels = channel_axis(norm.shape, layout) if norm.ndim > 2 else None
-    if channels is None or kind != "norm":
-        fits = channel_axis(leaf.shape, layout) is not None
-        return channels is not None and kind == "container" and (norm.numel() == leaf.numel() or not fits)
-    token = tuple(slice(None) if axis == channels else side // 3 for axis, side in enumerate(norm.shape))
-    chosen = torch.zeros_like(norm)
-    chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    [reached] = torch.autograd.grad(norm, [leaf], chosen, retain_graph=True, allow_unused=True)
-    if reached is None or not reached.any():
-        return True
-    norms = token_norms(reached, layout)
-    return norms is not None and int((norms > 0).sum(dim=1).max()) <= 1
+    before = channel_axis(leaf.shape, layout)
+    if channels is None or kind not in ("norm", "container"):
+        return False
+    if before is None:
+        return kind == "container"
+    if norm.shape[channels] != leaf.shape[before] or (kind == "container" and norm.numel() != leaf.numel()):
+        return False
+    random = torch.Generator().manual_seed(2)
+    weights = 1 + torch.rand(layout.num_tokens, generator=random, dtype=torch.float64)
+    chosen = torch.randn(norm.shape, generator=random).to(norm)
+    weighted = chosen * _spread(weights, norm.shape, layout, channels).to(norm)
+    sums: list[Tensor] = []
+    for each in (chosen, weighted):
+        [reached] = torch.autograd.grad(norm, [leaf], each, retain_graph=True, allow_unused=True)
+        if reached is None or not reached.any():
+            return True
+        here = token_norms(reached, layout)
+        if here is None:
+            return False
+        sums.append(here)
+    here = token_norms(chosen, layout)
+    if here is None or bool(((here > 0) & (sums[0] == 0)).any()):  # tokens that are not those of the block
+        return False
+    limit = _SAME_TOKENS[norm.dtype.itemsize] * sums[0].amax()
+    return bool(((sums[1] - sums[0] * weights.to(sums[0])).abs() <= limit).all())
+
+
+def _spread(weights: Tensor, shape: Sequence[int], layout: TokenLayout, channels: int) -> Tensor:
+    """Return weights of the tokens of a layout as a factor of tensors of a shape."""
+    if len(shape) == 3:
+        axis = 3 - channels if channels == 1 or shape[1] in (layout.num_patches, layout.num_tokens) else 0
+        here = weights if shape[axis] == layout.num_tokens else weights[layout.patches]
+        return here.view([-1 if each == axis else 1 for each in range(3)])
+    rows, cols = shape[1:3] if channels == 3 else shape[2:]
+    grid = weights[layout.patches].view(layout.rows, layout.cols)
+    grid = grid.repeat_interleave(rows // layout.rows, 0).repeat_interleave(cols // layout.cols, 1)
+    return grid[None].unsqueeze(channels)
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
@@ -310,14 +341,16 @@ def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = No
 
 
 def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
-    """Return the channel axis of a tensor with the tokens of a layout, or None."""
+    """Return the channel axis of a tensor with the tokens of a layout, or with a finer grid; else None."""
     counts = (layout.num_patches, layout.num_tokens)
     if len(shape) == 3:
         return 2 if shape[1] in counts or shape[0] in counts else 1 if shape[2] in counts else None
-    for axis, (rows, cols) in ((3, shape[1:3]), (1, shape[2:])):
-        if rows and cols and rows % layout.rows == 0 and cols % layout.cols == 0:
-            return axis
-    return None
+    sides = {}
+    for axis, (rows, cols) in ((1, shape[2:]), (3, shape[1:3])):
+        cell = rows // layout.rows
+        if cell and (rows, cols) == (cell * layout.rows, cell * layout.cols):
+            sides[axis] = cell
+    return min(sides, key=lambda axis: sides[axis]) if sides else None
 
 
 def read_blocks(norms: Sequence[Tensor], layers: Sequence[int], kind: torch.dtype) -> list[ReadBlock]:
