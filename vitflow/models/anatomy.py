@@ -199,7 +199,7 @@ def read_layout(
     embedding, transformer = embedding_of(model), transformer_of(model)
     declared = _declared_layout(model, input_size, num_tokens)
     fitting = declared if declared is not None and num_tokens in (None, declared.num_tokens) else None
-    if num_tokens is not None and not (fitting and _is_of_library(embedding.module if embedding else transformer)):
+    if num_tokens is not None and not (fitting and is_of_library(embedding.module if embedding else transformer)):
         fitting = measure(num_tokens) or fitting or layout_of_count(model, input_size, num_tokens)
     if fitting is not None:
         return fitting
@@ -246,13 +246,14 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
     return projection if isinstance(projection, nn.Module) else None
 
 
-def _is_of_library(module: nn.Module) -> bool:
+def is_of_library(module: nn.Module) -> bool:
+    """Return True if the class of a module is one of a library of models, or a subclass."""
     return any(kind.__module__.startswith(_LIBRARIES) for kind in type(module).__mro__)
 
 
 def has_other_forward(module: nn.Module) -> bool:
     """Return True if a module, or its subclass of a library's class, has another forward method than that class."""
-    replaced = _is_of_library(module) and not type(module).forward.__module__.startswith(_LIBRARIES)
+    replaced = is_of_library(module) and not type(module).forward.__module__.startswith(_LIBRARIES)
     return replaced or "forward" in vars(module)
 
 

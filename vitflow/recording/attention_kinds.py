@@ -45,6 +45,8 @@ _DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock", "DiffLlamaAttention"
 # Modules that fold heads into the batch, before windows; and modules with windows before heads.
 _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn", "RelativePositionalMultiHeadAttention")
+# Names of the number of heads.
+_HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head", "nhead", "nheads", "h")
 # Modules that compute each head separately, without a head axis, and from the output of the previous head.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
 # Modules that add queries to the results of attention, or sum those of overlapping windows, before the projection.
@@ -176,8 +178,13 @@ def is_packed(module: nn.Module, tensor: Tensor) -> bool:
     return bool(tensor.shape[1] * groups == heads)
 
 
-def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
-    """Return a function that rearranges a tensor to [batch · windows, heads, tokens, …]; None if it is so already."""
+def arrangement(path: Sequence[tuple[str, nn.Module]], tensor: Tensor, batch: int) -> Arrange | None:
+    """Return a function that rearranges a tensor to [batch · windows, heads, tokens, …]; None if it is so already.
+
+    `path` has the running modules, outermost first. The number of heads is an attribute of the last one, or of the
+    module around it.
+    """
+    module = path[-1][1]
     kind = _kind(module)
     if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
         return lambda tensor: tensor.unflatten(0, (batch, -1)).transpose(1, 2).flatten(0, 1)
@@ -185,7 +192,7 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
         return lambda tensor: tensor.flatten(1, 2).unsqueeze(2)
     if tensor.ndim == 4:
         return None
-    named: Any = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "heads"))
+    named: Any = (getattr(each, name, None) for _, each in reversed(path[-2:]) for name in _HEADS)
     heads: int = next((each for each in named if isinstance(each, int)), 1)
     if tensor.ndim == 3:
         if heads > 1 and len(tensor) % (batch * heads) == 0 and not is_head_by_head(module):

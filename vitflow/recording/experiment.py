@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,8 @@ from vitflow.recording.isolation import (
     unrecorded,
 )
 
+# The largest number of entries of an argument by which calls are told apart.
+_SMALL = 2**16
 # Containers whose changes are undone, and part of the names of those that other threads may change.
 _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, set), "_hooks"
 
@@ -59,7 +62,17 @@ class Call:
 
     def cached(self, key: Any, experiment: Callable[[], Result]) -> Result:
         """Return the result of an experiment, cached with the state of the model; it runs if there is none."""
-        return self.state.cached(key, experiment)
+        return self.state.cached((key, self._further), experiment)
+
+    def known(self, key: Any) -> Any:
+        """Return the cached result of an experiment, or None."""
+        return self.state.cache.get((key, self._further))
+
+    @cached_property
+    def _further(self) -> tuple[Any, ...]:
+        """What identifies the arguments besides the pixels, as a mask may change what a model computes."""
+        given = (*((None, value) for value in self.args), *sorted(self.kwargs.items()))
+        return tuple((name, _identity(value)) for name, value in given if value is not self.pixels)
 
     @contextmanager
     def experiment(
@@ -104,6 +117,15 @@ class Call:
         """Return different random pixels for some images, the same each time."""
         noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(61), device="cpu")
         return noise.to(self.pixels.device, self.pixels.dtype)
+
+
+def _identity(value: Any) -> Any:
+    """Return the shape and values of a tensor that is not large, a plain value, or the type of another object."""
+    if isinstance(value, Tensor):
+        small = not value.is_meta and value.numel() <= _SMALL
+        entries = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
+        return tuple(value.shape), value.dtype, entries
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 @contextmanager

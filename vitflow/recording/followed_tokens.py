@@ -268,18 +268,18 @@ class FollowedRun(WithoutAttention):
 
     def read(self, name: str, module: nn.Module, value: Tensor, tokens: LayerTokens) -> None:
         """Read the values of a module."""
-        self._follow_order(name)
+        self._follow_order(name, mark_of([value]) or self.values.bits)
         if self._blocks and self._blocks[-1].entered:
             with torch._C.DisableTorchFunction():
-                arrange = arrangement(module, value, self.images)
+                arrange = arrangement(self.path, value, self.images)
                 self.read_values(name, value if arrange is None else arrange(value), tokens)
 
-    def _follow_order(self, name: str) -> None:
-        """Note a fault if a layer is not computed from the result of the layer before."""
+    def _follow_order(self, name: str, bits: int) -> None:
+        """Note a fault if the values of a layer, with these marks, are not computed from the layer before."""
         layer = next(path for path in self._located if f"{name}.".startswith(f"{path}.")), len(self.calls)
         numbers = [number for number, (other, _) in enumerate(self._attended, 1) if stack_of(other) == stack_of(name)]
         if not self._attended or self._attended[-1] != layer:
-            if numbers and not self.values.bits >> numbers[-1] & 1:
+            if numbers and not bits >> numbers[-1] & 1:
                 again = "runs several times, and " if any(layer[0] == other for other, _ in self._attended) else ""
                 what = f"{again}does not read the result of {self._attended[numbers[-1] - 1][0]}"
                 self.fault(layer[0], what, 2, moves=False)

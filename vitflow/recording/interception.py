@@ -167,6 +167,10 @@ class Interception(Listener, TorchFunctionMode):
                 else:
                     pending.clear()
                 attention, values, transposed = applied
+                if _is_weight(values, attention):
+                    continue
+                if by_itself and attention.shape == probabilities.shape:
+                    attention = probabilities  # in the autograd graph, unlike a transposed one
                 itself = by_itself or _is_copy(attention, probabilities)
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
@@ -214,17 +218,29 @@ def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] |
     (torch.Size([2, 3, 4, 6]), [2, 0, 1, 3])
     """
     inputs, _, output = str(equation).replace(" ", "").partition("->")
-    names = inputs.split(",")
     operands = operands[0] if len(operands) == 1 else operands  # given as a list
-    if len(operands) != 2 or len(names) != 2 or len(names[0]) < 2 or "." in inputs:
+    names = inputs.split(",")
+    if len(operands) != 2 or len(names) != 2:
         return None
-    *batch, rows, inner = list(names[0])
-    width = "".join(set(names[1]) - set(names[0]))
-    second, product = [*batch, inner, width], [*batch, rows, width]
-    if sorted(names[1]) != sorted(second) or sorted(output) != sorted(product):
+    dots = "0123456789"[: operands[0].ndim - len(names[0].replace("...", ""))]
+    names, output = [each.replace("...", dots) for each in names], output.replace("...", dots)
+    for first, second in ((0, 1), (1, 0)):  # values may come first
+        product = _as_product(names[first], names[second], output)
+        if product is not None and operands[second].ndim == len(names[second]):
+            return operands[first], operands[second].permute(product[0]), product[1]
+    return None
+
+
+def _as_product(first: str, second: str, output: str) -> tuple[list[int], list[int]] | None:
+    """Return the order of axes in which a factor is multiplied by the first one, and that of the product's axes."""
+    if len(first) < 2:
         return None
-    factor = operands[1] if names[1] == "".join(second) else operands[1].permute([names[1].index(n) for n in second])
-    return operands[0], factor, [product.index(name) for name in output]
+    *batch, rows, inner = list(first)
+    width = "".join(set(second) - set(first))
+    factor, product = [*batch, inner, width], [*batch, rows, width]
+    if sorted(second) != sorted(factor) or sorted(output) != sorted(product):
+        return None
+    return [second.index(name) for name in factor], [product.index(name) for name in output]
 
 
 def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, bool] | None:
@@ -244,6 +260,11 @@ def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tens
     without_sink = first.ndim == len(like) and first.shape == probabilities[..., : first.shape[-1]].shape
     same = (viewed or without_sink) and first.data_ptr() == probabilities.data_ptr()
     return (first, second, transposed) if same else None
+
+
+def _is_weight(values: Tensor, attention: Tensor) -> bool:
+    """Return True for values that are a parameter, as of experts or prototypes: they are not those of tokens."""
+    return values.ndim < attention.ndim or isinstance(values, nn.Parameter) or isinstance(values._base, nn.Parameter)
 
 
 def _is_same(tensor: Tensor, probabilities: Tensor) -> bool:

@@ -130,7 +130,7 @@ def declared_layout(call: Call, tokens: int | None, path: str = "") -> TokenLayo
     """
     key: tuple[Any, ...] = (read_layout, call.size, tokens)
     if not path:
-        key = key if key in call.state.cache else (*key, "guessed")
+        key = (*key, "guessed") if call.known(key) is None else key
         return call.cached(key, lambda: read_layout(call.model, call.size, tokens))
     return call.cached(key, lambda: read_layout(call.model, call.size, tokens, partial(_measured_layout, call, path)))
 
@@ -180,8 +180,8 @@ def _locate(
     index = () if tokens is None else (tokens.query_index, tokens.key_index)
     if [tuple(each.shape) for each in index if each is not None] != [(windows, queries), (windows, keys)]:
         tokens = None
-    if windows > 1:
-        return tokens
+    if windows > 1:  # those that all have the same tokens are heads of an unknown number
+        return None if tokens is None or _are_heads(tokens) else tokens
     of_queries, of_keys = [
         given if given is not None and given.num_tokens == count else layout_of_count(call.model, call.size, count)
         for count in (queries, keys)
@@ -198,6 +198,11 @@ def _locate(
     order, raster = tokens.key_index[0], torch.arange(tokens.keys.num_patches, device="cpu")
     reordered = torch.equal(order[order >= 0].sort().values, raster) and not torch.equal(order, raster)
     return tokens if reordered else in_order
+
+
+def _are_heads(tokens: LayerTokens) -> bool:
+    index = tokens.key_index
+    return index is not None and bool((index == index[:1]).all())
 
 
 def _trace(call: Call) -> dict[str, LayerTokens]:
@@ -247,7 +252,7 @@ class _Tracer(Interception):
         # The arguments of fused attention, or of the product of attention and values or of their transposes.
         first, *_, last = self._operands[:3]
         probabilities = attention.probabilities
-        arrange, transposed = arrangement(module, probabilities, 1), attention.value is not last
+        arrange, transposed = arrangement(self.path, probabilities, 1), attention.value is not last
         queries, keys = _tokens_of(first, arrange, transposed), _tokens_of(last, arrange, transposed)
         if transposed:
             queries, keys = keys, queries

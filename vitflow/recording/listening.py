@@ -105,8 +105,8 @@ class Listening(Interception):
     def end_pass(self) -> None:
         """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
         self._trace = Trace()
-        for projection in self._checks:
-            projection.checked = True
+        for check in self._checks.values():
+            check.finish()
         self.release()
         self.refuse_projections()
 
@@ -178,7 +178,7 @@ class Listening(Interception):
                 f"{type(module).__name__} ({name}) normalises its attention after the softmax, so that it has negative "
                 f"entries, and rows of different sums: it is not an attention that can be multiplied. {OTHER_METHODS}"
             )
-        arrange = arrangement(module, probabilities, self.batch)
+        arrange = arrangement(self.path, probabilities, self.batch)
         if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
             visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
         if packed := is_packed(module, probabilities):  # values and keys are per group of heads
@@ -190,7 +190,8 @@ class Listening(Interception):
             value, heads = attention.value.detach(), probabilities.shape[-3]
             if value.ndim > 3 and 1 < value.shape[-3] < heads:  # heads of one group share their values
                 value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
-            check.add(probabilities.detach().to(value) @ value)
+            result = probabilities.detach().to(value) @ value
+            check.add(result if arrange is None else arrange(result))
         part = ModuleAttention(probabilities, arrange, vectors, projection, attention.mixed, keys, visible)
         self._open.setdefault(self.modules.layer(name)[0], []).append(part)
 
@@ -205,7 +206,7 @@ class Listening(Interception):
             or name in self.modules.joined
             or self._pools()
             or is_difference(module)
-            or arrangement(module, query, self.batch) is not None
+            or arrangement(self.path, query, self.batch) is not None
         )
 
     def on_attention_parts(self, parts: Iterator[Part], qkv: Sequence[Tensor], visible: Tensor | None) -> None:

@@ -101,7 +101,7 @@ def _key(call: Call) -> tuple[Any, ...]:
 
 def known_layers(call: Call) -> Layers | None:
     """Return `layers_of_image` if a run or a recorded pass has shown them."""
-    known: Layers | None = call.state.cache.get(_key(call))
+    known: Layers | None = call.known(_key(call))
     return known
 
 
@@ -166,8 +166,8 @@ class _Attentions(Interception):
         """Keep where attention was computed."""
         if any(is_pooling(*each) for each in self.path[-2:]):
             return
-        name, module = self.path[-1]
-        arrange = arrangement(module, attention.probabilities, 1)
+        name = self.path[-1][0]
+        arrange = arrangement(self.path, attention.probabilities, 1)
         heads = attention.probabilities if arrange is None else arrange(attention.probabilities)
         inputs = {path: given for (path, _), (_, given) in zip(self.path, self._inputs, strict=True)}
         number, sources = 2 << len(self.attended), self.values.bits

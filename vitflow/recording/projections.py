@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ValueNormsError
 from vitflow.methods.gradients import Values, at_least_float32
-from vitflow.models.anatomy import has_other_forward, output_projection, projection_weight
+from vitflow.models.anatomy import has_other_forward, is_of_library, output_projection, projection_weight
 from vitflow.models.calls import tensors_in, tokens_of
 from vitflow.models.parts import foreign_hooks, modules_of
 from vitflow.recording.attention_kinds import adds_to_results
@@ -101,7 +101,7 @@ def projection_of(
     owner = name if projection in module._modules.values() else owner
     if owner not in known:
         record = Projection(name, type(module).__name__, groups=getattr(module, "num_key_value_groups", 1))
-        by_weight = type(module) is nn.MultiheadAttention  # the projection does not run
+        by_weight = type(module) is nn.MultiheadAttention and not foreign_hooks([module])  # the projection does not run
         if projection is not None and (by_weight or _is_product(projection)):
             matrix = projection_weight(projection)
             record.matrix, record.checked = None if matrix is None else matrix.detach(), by_weight
@@ -124,23 +124,36 @@ class ProjectionCheck:
     """Check of a projection, a module, from the run of its attention module to the end of the pass."""
 
     def __init__(self, projection: Projection, module: nn.Module, attention: nn.Module) -> None:
-        self._projection, self._adds = projection, adds_to_results(attention)
-        self._results, self._given = torch.zeros(2, dtype=torch.float64, device="cpu"), torch.empty(0)
-        self._outputs: list[Tensor] = []
-        self._hooks = [Hook(module, self._enter, before=True, first=True), Hook(module, self._leave, before=False)]
-        changes = bool(foreign_hooks([attention])) or has_other_forward(attention)
+        self._projection, self._adds, self._ran = projection, adds_to_results(attention), False
+        self._results: list[Tensor] = []  # sums over tokens since the projection last ran
+        self._given, self._outputs = torch.empty(0), list[Tensor]()
+        self._hooks = [
+            Hook(module, self._enter, before=True, first=True),
+            Hook(module, self._leave, before=False),
+        ]
+        changes = bool(foreign_hooks([attention])) or has_other_forward(attention) or not is_of_library(attention)
         if changes and module in attention._modules.values():
             self._hooks.append(Hook(attention, self._leave_attention, before=False))
 
     def add(self, result: Tensor) -> None:
-        """Add results of the attention."""
-        self._results += _sums(result)
+        """Add results of the attention, [batch, heads, queries, width] or [batch, queries, heads · width]."""
+        channels = result.transpose(1, 2).flatten(2) if result.ndim == 4 else result
+        self._results.append(_sums(channels))
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given = given = next(tensors_in([args, kwargs]))
-        expected, self._results = self._results, torch.zeros_like(self._results)
-        limit = _SAME * torch.stack([(given.numel() * expected[1]).sqrt(), expected[1]])
-        if not self._adds and not ((_sums(given) - expected).abs() <= limit).all():
+        if not self._results or self._projection.matrix is None:  # of another layer
+            return
+        width, self._ran = self._projection.matrix.shape[1], True
+        whole = self._results[0].shape[1] == width  # pieces are chunks of the queries, otherwise heads
+        expected = torch.stack(self._results).sum(dim=0) if whole else torch.cat(self._results, dim=1)
+        self._results = []
+        axis = next((axis for axis in (-1, 1) if given.shape[axis] == width), -1)
+        actual, count = _sums(given.movedim(axis, -1)), given.numel() / given.shape[axis]
+        limit = _SAME * torch.stack([(count * expected[1]).sqrt(), expected[1]])
+        limit += _SAME * limit.mean(dim=1, keepdim=True)
+        same = expected.shape == actual.shape and bool(((actual - expected).abs() <= limit).all())
+        if not (same or self._adds):
             self._projection.refuse(": the result of its attention is gated, normed, activated or added to before")
 
     def _leave(self, args: Any, output: Any) -> None:
@@ -151,12 +164,23 @@ class ProjectionCheck:
             self._outputs.append(output.clone())
 
     def _leave_attention(self, args: Any, output: Any) -> None:
-        tokens, outputs = tokens_of(output), self._outputs
-        if outputs and tokens is not None:  # which may have another order
-            entries = [each.flatten().sort().values for each in (torch.cat(outputs), tokens)]
-            if not torch.equal(*entries):
+        tokens, given = tokens_of(output), tokens_of(args)
+        if self._outputs and tokens is not None:  # which may have another order, or a residual
+            expected = torch.cat(self._outputs).flatten().sort().values
+            limit = _OF_TYPE * torch.finfo(tokens.dtype).eps * expected.abs().max()
+            residual = [tokens - given] if given is not None and given.shape == tokens.shape else []
+            entries = [each.flatten().sort().values for each in (tokens, *residual)]
+            if not any(
+                each.shape == expected.shape and bool(((each - expected).abs() <= limit).all()) for each in entries
+            ):
                 self._projection.refuse()
-        outputs.clear()
+        self._outputs = []
+
+    def finish(self) -> None:
+        """Store the result at the end of a pass."""
+        self._projection.checked = True
+        if not self._ran:
+            self._projection.refuse(": it does not run")
 
     def release(self) -> None:
         """End the check."""
@@ -165,9 +189,9 @@ class ProjectionCheck:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return the sum of all entries, and that of their squares, which do not depend on their order."""
-    flat = tensor.detach().double()
-    return torch.stack([flat.sum(), flat.square().sum()]).cpu()
+    """Return the sums over tokens of each channel of [..., channels] and of its squares, [2, channels]."""
+    flat = tensor.detach().double().flatten(0, -2)
+    return torch.stack([flat.sum(dim=0), flat.square().sum(dim=0)]).cpu()
 
 
 def _measured(projection: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:

@@ -276,7 +276,7 @@ class record_attention:
         self._listening.call = Call(state, args, kwargs, given, autocast_state(given.device))
         self._observe(self._listening.call)
         if not self._lower_layers:
-            self._listening.left_out = state.cache.get((LOWER_LAYERS, self._listening.call.size), {})
+            self._listening.left_out = self._listening.call.known((LOWER_LAYERS, self._listening.call.size)) or {}
         trace.begin(pixels, self._outputs, self._listening.call)
         copied = self._watch.begin(pixels)
         return (
