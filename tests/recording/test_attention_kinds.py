@@ -89,8 +89,14 @@ def heads_in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(dim=-1) @ v).unflatten(0, (-1, HEADS))
 
 
+def ellipsis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q, k).softmax(dim=-1), v)
+
+
 RECORDED = {
     "heads in the batch": heads_in_batch,
+    "einsum with an ellipsis": ellipsis,
+    "einsum with values first": lambda q, k, v: torch.einsum("bhjd,bhij->bhid", v, (q @ k.mT).softmax(dim=-1)),
     "keywords": lambda q, k, v: torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v),
     "a softmax over the queries": lambda q, k, v: (k @ q.mT).softmax(dim=-2).mT @ v,
     "the same, transposed": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(dim=-2)).mT,
@@ -140,6 +146,40 @@ def test_a_softmax_in_a_module_of_its_own_is_recorded():
     attention.attend = nn.Sequential(nn.Softmax(-1), nn.Dropout())
     attention.how = lambda q, k, v: attention.attend(q @ k.mT) @ v
     agree(model.eval(), torch.randn(2, 3, 32, 32))
+
+
+def test_heads_that_a_module_around_folds_into_the_batch_are_recorded():
+    model = with_custom(None)
+    attention = model.blocks[2].attn
+    attention.product = small.Custom(lambda self, q, k, v: (q @ k.mT).softmax(-1) @ v, drop=nn.Dropout())
+    attention.how = lambda *qkv: attention.product(*(each.flatten(0, 1) for each in qkv)).unflatten(0, (-1, HEADS))
+    agree(model.eval(), torch.randn(2, 3, 32, 32))
+
+
+def test_a_softmax_over_parameters_is_no_attention():
+    model, literal = build(), build()
+    for block in model.blocks:
+        experts, mlp = nn.Parameter(torch.zeros(17, WIDTH)), block.mlp
+        block.mlp = small.Custom(
+            lambda self, x: self.mlp(x) + self.route(x).softmax(-1) @ self.experts,
+            mlp=mlp,
+            route=nn.Linear(WIDTH, 17),
+            experts=experts,
+        )
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), record_attention(model.eval()) as trace, record_attention(literal) as expected:
+        torch.testing.assert_close(model(pixels), literal(pixels))
+    torch.testing.assert_close(trace.attentions, expected.attentions)
+
+
+def test_transposed_attention_has_gradients():
+    model, pixels = with_custom(lambda q, k, v: (v.mT @ (q @ k.mT).softmax(dim=-1).mT).mT), torch.randn(2, 3, 32, 32)
+    gradients = []
+    for each in (model, build()):
+        with record_attention(each, gradients=True) as trace:
+            each(pixels)
+        gradients.append(trace.backward(torch.tensor([1, 2])).attentions[2])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", UNSEEN.values(), ids=UNSEEN)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -226,6 +227,43 @@ def test_models_written_as_lessons_do_have_the_literal_product(forward):
         assert np.isfinite(
             explainer.explain(pixels[0], method=method, target=None if method == "flow" else 1).grid
         ).all()
+
+
+def test_values_of_an_earlier_layer_are_refused():
+    def attend_to_first(self: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        if self.shared.index == 0:
+            self.shared.values = v
+        self.shared.index = 1
+        return self.out(((q @ k.mT / 4).softmax(-1) @ self.shared.values).transpose(1, 2).flatten(2))
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        shared.index = 0
+        return residuals(self, x)
+
+    shared, model = SimpleNamespace(index=0, values=None), hand_written(forward)
+    for attention, _ in model.layers:
+        attention.compute, attention.shared = attend_to_first, shared
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 64, 64))
+    assert trace.refusal.clause == 2
+    assert "does not read the result" in trace.refusal
+
+
+def test_arguments_that_change_what_a_model_computes_have_certificates_of_their_own():
+    def compute(self: nn.Module, images: Tensor, turned: bool = False) -> Tensor:
+        x = self.vit._pos_embed(self.vit.patch_embed(images))
+        for index, block in enumerate(self.vit.blocks):
+            x = block(x).flip(1) if turned and index == 1 else block(x)
+        return self.vit.head(self.vit.norm(x)[:, 0])
+
+    sizes = {"img_size": 64, "depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
+    model, refusals = Custom(compute, vit=timm.create_model("vit_tiny_patch16_224", **sizes)).eval(), []
+    for turned in (False, True, False):
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 64, 64), turned=turned)
+        refusals.append(trace.refusal is not None)
+    assert refusals == [False, True, False]
 
 
 def test_registers_drawn_with_the_seed_of_a_run_are_no_replaced_tokens():

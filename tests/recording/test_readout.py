@@ -171,6 +171,50 @@ def test_attention_of_a_users_head_is_no_layer_whatever_grid_its_queries_fit(cou
     assert [layer.name for layer in trace.layers] == [f"vit.blocks.{n}.attn" for n in range(len(model.vit.blocks))]
 
 
+@pytest.mark.parametrize("width", [16, 24, 48])
+def test_channels_of_a_grid_are_not_taken_for_its_rows(width):
+    """Widths that are multiples of the number of rows."""
+
+    def attend(self: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x.flatten(2).mT)).chunk(3, dim=-1)
+        return x + self.proj((q @ k.mT / width**0.5).softmax(-1) @ v).mT.unflatten(2, x.shape[2:])
+
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(images))[:, :, 1, 2])
+
+    torch.manual_seed(0)
+    parts = {"norm": nn.LayerNorm, "qkv": lambda n: nn.Linear(n, 3 * n), "proj": lambda n: nn.Linear(n, n)}
+    blocks = (Custom(attend, **{name: build(width) for name, build in parts.items()}) for _ in range(2))
+    model = Custom(
+        compute, embed=nn.Conv2d(3, width, 8, 8), blocks=nn.Sequential(*blocks), head=nn.Linear(width, 5)
+    ).eval()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    np.testing.assert_allclose(trace.readout.detach(), np.eye(64)[[10, 10]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        (lambda x: x.roll(-1, 1), -1),
+        (lambda x: x.flip(1), -1),
+        (lambda x: torch.cat([x[:, :1] + x[:, 1:].mean(1, keepdim=True), x[:, 1:]], 1), 0),
+    ],
+    ids=["class token last", "reversed", "mean added"],
+)
+def test_what_moves_or_mixes_tokens_between_the_last_block_and_the_norm_is_noticed(change, read):
+    def compute(self: nn.Module, images: Tensor) -> Tensor:
+        vit = self.vit
+        tokens = vit.blocks(vit._pos_embed(vit.patch_embed(images)))
+        return vit.head(vit.norm(change(tokens))[:, read])
+
+    model = Custom(compute, vit=timm_vit()).eval()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    expected = literal_readout(model, "vit.blocks.2", pixels(), [1, 4])
+    np.testing.assert_allclose(trace.readout_of(torch.tensor([1, 4])).detach(), expected, atol=1e-5)
+
+
 def test_class_attention_above_the_patches_is_no_layer():
     """A class token attends twice to itself and the patches, as in CaiT."""
 
