@@ -180,8 +180,9 @@ def _locate(
     index = () if tokens is None else (tokens.query_index, tokens.key_index)
     if [tuple(each.shape) for each in index if each is not None] != [(windows, queries), (windows, keys)]:
         tokens = None
-    if windows > 1:  # those that all have the same tokens are heads of an unknown number
-        return None if tokens is None or _are_heads(tokens) else tokens
+    if windows > 1:
+        keys_of = None if tokens is None else tokens.key_index
+        return None if keys_of is None or torch.equal(keys_of, keys_of[:1].expand_as(keys_of)) else tokens  # of heads
     of_queries, of_keys = [
         given if given is not None and given.num_tokens == count else layout_of_count(call.model, call.size, count)
         for count in (queries, keys)
@@ -198,11 +199,6 @@ def _locate(
     order, raster = tokens.key_index[0], torch.arange(tokens.keys.num_patches, device="cpu")
     reordered = torch.equal(order[order >= 0].sort().values, raster) and not torch.equal(order, raster)
     return tokens if reordered else in_order
-
-
-def _are_heads(tokens: LayerTokens) -> bool:
-    index = tokens.key_index
-    return index is not None and bool((index == index[:1]).all())
 
 
 def _trace(call: Call) -> dict[str, LayerTokens]:

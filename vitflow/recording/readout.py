@@ -20,7 +20,7 @@ from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.recording.experiment import Call
-from vitflow.recording.head import HeadWatch, is_bypassed, layer_counts, nodes_of
+from vitflow.recording.head import HeadWatch, is_bypassed, is_read_by_token, layer_counts, nodes_of, token_norms
 from vitflow.recording.layers import AttentionLayer
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
@@ -42,8 +42,6 @@ _REMEDY = "Pass readout= with weights for the tokens of the last block, or use s
 _SUMS = ("AddBackward", "SubBackward", "LerpBackward", "AddcmulBackward", "SumBackward")
 #: Relative difference of the outputs of two equal passes, by bytes per element.
 SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
-# Limit of the difference between gradients of tokens, relative to the largest, by bytes per element.
-_SAME_TOKENS = {8: 1e-6, 4: 1e-3, 2: 5e-2}
 # Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
 _SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
 
@@ -221,7 +219,7 @@ class Head:
         leaves = [run.leaf for run in cut.runs]
         sources = [*image, *leaves]
         above = [(kind, each) for kind, each in cut.above if not is_bypassed(scores, each, sources)]
-        fits = partial(_is_read_by_token, leaf=leaves[-1], layout=top.queries)
+        fits = partial(is_read_by_token, leaf=leaves[-1], layout=top.queries)
         norm = next((each for kind, each in reversed(above) if fits(kind, each)), None)
         inputs = [*sources, *([] if norm is None else [norm])]
         gradients = torch.autograd.grad(scores, inputs, weights, retain_graph=True, allow_unused=True)
@@ -270,87 +268,6 @@ def _gradient_at_sum(scores: Tensor, weights: Tensor, leaf: Tensor, sources: Seq
             if gradient.shape == leaf.shape:
                 return gradient
     return None
-
-
-def _is_read_by_token(kind: str, norm: Tensor, leaf: Tensor, layout: TokenLayout) -> bool:
-    """Return True for tokens of a norm above, or of a module around the last block, each computed from itself alone.
-
-    Gradients of a random sum of all tokens are compared with those of a sum in which each token has another weight.
-    Other tokens of a container may be internal to a head.
-    """
-    channels = channel_axis(norm.shape, layout) if norm.ndim > 2 else None
-    before = channel_axis(leaf.shape, layout)
-    if channels is None or kind not in ("norm", "container"):
-        return False
-    if before is None:
-        return kind == "container"
-    if norm.shape[channels] != leaf.shape[before] or (kind == "container" and norm.numel() != leaf.numel()):
-        return False
-    random = torch.Generator().manual_seed(2)
-    weights = 1 + torch.rand(layout.num_tokens, generator=random, dtype=torch.float64)
-    chosen = torch.randn(norm.shape, generator=random).to(norm)
-    weighted = chosen * _spread(weights, norm.shape, layout, channels).to(norm)
-    sums: list[Tensor] = []
-    for each in (chosen, weighted):
-        [reached] = torch.autograd.grad(norm, [leaf], each, retain_graph=True, allow_unused=True)
-        if reached is None or not reached.any():
-            return True
-        here = token_norms(reached, layout)
-        if here is None:
-            return False
-        sums.append(here)
-    here = token_norms(chosen, layout)
-    if here is None or bool(((here > 0) & (sums[0] == 0)).any()):  # tokens that are not those of the block
-        return False
-    limit = _SAME_TOKENS[norm.dtype.itemsize] * sums[0].amax()
-    return bool(((sums[1] - sums[0] * weights.to(sums[0])).abs() <= limit).all())
-
-
-def _spread(weights: Tensor, shape: Sequence[int], layout: TokenLayout, channels: int) -> Tensor:
-    """Return weights of the tokens of a layout as a factor of tensors of a shape."""
-    if len(shape) == 3:
-        axis = 3 - channels if channels == 1 or shape[1] in (layout.num_patches, layout.num_tokens) else 0
-        here = weights if shape[axis] == layout.num_tokens else weights[layout.patches]
-        return here.view([-1 if each == axis else 1 for each in range(3)])
-    rows, cols = shape[1:3] if channels == 3 else shape[2:]
-    grid = weights[layout.patches].view(layout.rows, layout.cols)
-    grid = grid.repeat_interleave(rows // layout.rows, 0).repeat_interleave(cols // layout.cols, 1)
-    return grid[None].unsqueeze(channels)
-
-
-def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
-    """Return L2 norms of a gradient over channels, [batch, tokens]; None if its tokens do not fit the layout.
-
-    The gradient may have batch and tokens in any order, or a finer grid: then it is the norm over the cells of a patch.
-    `order` is the raster index of each token, if the model does not use raster order.
-    """
-    channels = channel_axis(gradient.shape, layout)
-    if channels is None:
-        return None
-    sums: Tensor = torch.linalg.vector_norm(gradient, dim=channels, dtype=torch.float64).square()  # [batch, …]
-    if sums.ndim == 2 and sums.shape[1] not in (layout.num_patches, layout.num_tokens):
-        sums = sums.T  # [tokens, batch, channels]
-    if sums.ndim == 3:
-        cells = sums.shape[1] // layout.rows, sums.shape[2] // layout.cols
-        sums = sums.reshape(-1, layout.rows, cells[0], layout.cols, cells[1]).sum(dim=(2, 4)).flatten(1)
-    if sums.shape[1] != layout.num_tokens:
-        sums = torch.nn.functional.pad(sums, (layout.num_prefix_tokens, layout.num_suffix_tokens))
-    if order is not None:
-        sums = torch.zeros_like(sums).index_copy_(1, order.to(sums.device), sums)
-    return sums.sqrt()
-
-
-def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
-    """Return the channel axis of a tensor with the tokens of a layout, or with a finer grid; else None."""
-    counts = (layout.num_patches, layout.num_tokens)
-    if len(shape) == 3:
-        return 2 if shape[1] in counts or shape[0] in counts else 1 if shape[2] in counts else None
-    sides = {}
-    for axis, (rows, cols) in ((1, shape[2:]), (3, shape[1:3])):
-        cell = rows // layout.rows
-        if cell and (rows, cols) == (cell * layout.rows, cell * layout.cols):
-            sides[axis] = cell
-    return min(sides, key=lambda axis: sides[axis]) if sides else None
 
 
 def read_blocks(norms: Sequence[Tensor], layers: Sequence[int], kind: torch.dtype) -> list[ReadBlock]:
