@@ -195,7 +195,7 @@ class CodedRun(FollowedRun):
                 if not repeated:  # otherwise it is another run; random weights may leave nothing but rounding
                     self.unchecked.append(block.path)
             elif verdict.lost.any():
-                if reading.index is None and self._names[block.path]:
+                if reading.index is None and block.path in self._attended_blocks:
                     self.lost[block.index] = verdict.lost
                 else:
                     self.fault(

@@ -80,9 +80,11 @@ class FollowedRun(WithoutAttention):
         self._names = defaultdict[str, list[str]](list)
         for name, block in blocks.items():
             self._names[block].append(name)
+        self._attended_blocks = set(self._names)
+        plain = len({layout for tokens in located.values() for layout in (tokens.queries, tokens.keys)}) == 1
         attended = {type(call.model.get_submodule(path)): names for path, names in self._names.items()}
         for path in _siblings(call.model, list(self._names)):  # one of the same class has the same tokens
-            self._names[path] = attended.get(type(call.model.get_submodule(path)), [])
+            self._names[path] = attended.get(type(call.model.get_submodule(path)), []) if plain else []
         self._weights = {each.data_ptr() for each in call.model.parameters()}
         self._running: list[str] = []
         self._finished: set[str] = set()
@@ -160,7 +162,7 @@ class FollowedRun(WithoutAttention):
         self.values.mark(tensors, 1)
         if block.entered:
             self.read_output(path, tensors)
-        elif self._names[path]:
+        elif path in self._attended_blocks:
             self.unchecked.append(path)
 
     def _passed_through(self, args: Any, output: Any) -> Any:

@@ -207,8 +207,8 @@ def is_read_by_token(kind: str, norm: Tensor, leaf: Tensor, layout: TokenLayout)
     before = channel_axis(leaf.shape, layout)
     if channels is None or kind not in ("norm", "container"):
         return False
-    if before is None:
-        return kind == "container"
+    if before is None:  # as of class tokens alone
+        return True
     if norm.shape[channels] != leaf.shape[before] or (kind == "container" and norm.numel() != leaf.numel()):
         return False
     random = torch.Generator().manual_seed(2)

@@ -227,7 +227,9 @@ def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] |
     for first, second in ((0, 1), (1, 0)):  # values may come first
         product = _as_product(names[first], names[second], output)
         if product is not None and operands[second].ndim == len(names[second]):
-            return operands[first], operands[second].permute(product[0]), product[1]
+            order, axes = product
+            factor = operands[second] if order == sorted(order) else operands[second].permute(order)
+            return operands[first], factor, axes
     return None
 
 

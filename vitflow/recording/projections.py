@@ -26,8 +26,8 @@ from vitflow.recording.isolation import Hook
 _ROUNDING, _OF_TYPE = 1e-3, 4
 # Deviation of a measured map from the model's outputs, relative to the product: 8-bit rounding of inputs is below it.
 _LINEAR = 0.05
-# Rounding of sums over the results of attention, relative to their size.
-_SAME = 3e-3
+# Rounding of sums over the results of attention, relative to their size; also in half precision.
+_SAME, _HALF_SAME = 3e-3, 3e-2
 # Forward methods that only multiply by the stored weight.
 _PRODUCTS = (nn.Linear.forward, nn.Conv2d.forward)
 
@@ -150,8 +150,9 @@ class ProjectionCheck:
         self._results = []
         axis = next((axis for axis in (-1, 1) if given.shape[axis] == width), -1)
         actual, count = _sums(given.movedim(axis, -1)), given.numel() / given.shape[axis]
-        limit = _SAME * torch.stack([(count * expected[1]).sqrt(), expected[1]])
-        limit += _SAME * limit.mean(dim=1, keepdim=True)
+        rounding = _SAME if torch.finfo(given.dtype).bits >= 32 else _HALF_SAME
+        limit = rounding * torch.stack([(count * expected[1]).sqrt(), expected[1]])
+        limit += rounding * limit.mean(dim=1, keepdim=True)
         same = expected.shape == actual.shape and bool(((actual - expected).abs() <= limit).all())
         if not (same or self._adds):
             self._projection.refuse(": the result of its attention is gated, normed, activated or added to before")

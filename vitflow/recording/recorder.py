@@ -120,10 +120,7 @@ class record_attention:
         chunks: Chunks | None = None,
     ) -> None:
         check_layout(layout)
-        kept = {*fusions} if head_fusion is None else {*fusions, (head_fusion, value_weighted)}
-        for name, weighting in kept:
-            check_head_fusion(name)
-            check_value_weighting(weighting)
+        kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         check_fraction("discard_ratio", discard_ratio)
         if discard_ratio and (gradients or keys or visible or len(kept) != 1):
@@ -310,6 +307,17 @@ class record_attention:
                 readout = _normalized(self._readout, self._listening.batch, trace.known_top)
                 example = trace.layers[-1].example
                 trace.given_readout = readout.to(example.device, torch.promote_types(example.dtype, torch.float32))
+
+
+def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
+    try:
+        pairs = [(name, weighting) for name, weighting in fusions]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Expected fusions as (head fusion, value weighted) pairs, got {fusions!r}.") from error
+    for name, weighting in pairs:
+        check_head_fusion(name)
+        check_value_weighting(weighting)
+    return set(pairs)
 
 
 def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
