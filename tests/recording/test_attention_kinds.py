@@ -156,12 +156,13 @@ def test_heads_that_a_module_around_folds_into_the_batch_are_recorded():
     agree(model.eval(), torch.randn(2, 3, 32, 32))
 
 
-def test_a_softmax_over_parameters_is_no_attention():
+@pytest.mark.parametrize("route", [lambda x: x.softmax(-1), lambda x: x.softmax(-1) + (2 * x).softmax(-1)])
+def test_a_softmax_over_parameters_is_no_attention(route):
     model, literal = build(), build()
     for block in model.blocks:
         experts, mlp = nn.Parameter(torch.zeros(17, WIDTH)), block.mlp
         block.mlp = small.Custom(
-            lambda self, x: self.mlp(x) + self.route(x).softmax(-1) @ self.experts,
+            lambda self, x: self.mlp(x) + route(self.route(x)) @ self.experts,
             mlp=mlp,
             route=nn.Linear(WIDTH, 17),
             experts=experts,

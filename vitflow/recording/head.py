@@ -212,8 +212,8 @@ def is_read_by_token(kind: str, norm: Tensor, leaf: Tensor, layout: TokenLayout)
     if norm.shape[channels] != leaf.shape[before] or (kind == "container" and norm.numel() != leaf.numel()):
         return False
     random = torch.Generator().manual_seed(2)
-    weights = 1 + torch.rand(layout.num_tokens, generator=random, dtype=torch.float64)
-    chosen = torch.randn(norm.shape, generator=random).to(norm)
+    weights = 1 + torch.rand(layout.num_tokens, generator=random, dtype=torch.float64, device="cpu")
+    chosen = torch.randn(norm.shape, generator=random, device="cpu").to(norm)
     weighted = chosen * _spread(weights, norm.shape, layout, channels).to(norm)
     sums: list[Tensor] = []
     for each in (chosen, weighted):

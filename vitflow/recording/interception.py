@@ -162,13 +162,13 @@ class Interception(Listener, TorchFunctionMode):
                 applied = _applied(first, second, probabilities)
                 if applied is None or (by_itself and not _is_same(applied[0], probabilities)):
                     continue
+                attention, values, transposed = applied
                 if by_itself:
                     del pending[index]
-                else:
-                    pending.clear()
-                attention, values, transposed = applied
                 if _is_weight(values, attention):
-                    continue
+                    return None
+                if not by_itself:
+                    pending.clear()
                 if by_itself and attention.shape == probabilities.shape:
                     attention = probabilities  # in the autograd graph, unlike a transposed one
                 itself = by_itself or _is_copy(attention, probabilities)

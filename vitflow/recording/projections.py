@@ -132,7 +132,8 @@ class ProjectionCheck:
             Hook(module, self._leave, before=False),
         ]
         changes = bool(foreign_hooks([attention])) or has_other_forward(attention) or not is_of_library(attention)
-        if changes and module in attention._modules.values():
+        self._compares = changes and module in attention._modules.values()  # what the attention module returns
+        if self._compares:
             self._hooks.append(Hook(attention, self._leave_attention, before=False))
 
     def add(self, result: Tensor) -> None:
@@ -148,7 +149,7 @@ class ProjectionCheck:
         whole = self._results[0].shape[1] == width  # pieces are chunks of the queries, otherwise heads
         expected = torch.stack(self._results).sum(dim=0) if whole else torch.cat(self._results, dim=1)
         self._results = []
-        axis = next((axis for axis in (-1, 1) if given.shape[axis] == width), -1)
+        axis = _channel_axis(given, width)
         actual, count = _sums(given.movedim(axis, -1)), given.numel() / given.shape[axis]
         rounding = _SAME if torch.finfo(given.dtype).bits >= 32 else _HALF_SAME
         limit = rounding * torch.stack([(count * expected[1]).sqrt(), expected[1]])
@@ -161,7 +162,7 @@ class ProjectionCheck:
         projection = self._projection
         if projection.offset is not None and not _agree(self._given, output, projection.matrix, projection.offset):
             projection.refuse()
-        if len(self._hooks) > 2:
+        if self._compares:
             self._outputs.append(output.clone())
 
     def _leave_attention(self, args: Any, output: Any) -> None:
@@ -189,6 +190,11 @@ class ProjectionCheck:
             hook.remove()
 
 
+def _channel_axis(given: Tensor, width: int) -> int:
+    """Return the axis of `width` channels: the last one, or that of a convolution."""
+    return next((axis for axis in (-1, 1) if given.shape[axis] == width), -1)
+
+
 def _sums(tensor: Tensor) -> Tensor:
     """Return the sums over tokens of each channel of [..., channels] and of its squares, [2, channels]."""
     flat = tensor.detach().double().flatten(0, -2)
@@ -213,7 +219,7 @@ def _agree(given: Tensor, output: Any, matrix: Tensor | None, offset: Tensor) ->
     """Return True if outputs are matrix · inputs + offset, up to rounding and 8-bit inputs."""
     if matrix is None or not isinstance(output, Tensor):
         return False
-    axis = next((axis for axis in (-1, 1) if given.shape[axis] == matrix.shape[1]), -1)
+    axis = _channel_axis(given, matrix.shape[1])
     rows, results = (at_least_float32(each.movedim(axis, -1)).flatten(0, -2) for each in (given, output))
     if rows.shape[-1] != matrix.shape[1] or results.shape != (len(rows), len(matrix)):
         return False
